@@ -1,0 +1,92 @@
+"""The engine's composition root: read it from top to bottom, it is the order of a start.
+
+Whoever is wired to `ledger` reserves memory and must be upstream of `memory_plan`; `engine.wiring` reads that off
+this graph before anything is built. Components own their set-up; nothing but wiring stands here.
+"""
+
+from dependency_injector import containers, providers
+
+from engine.config import EngineConfig
+from engine.device import Device
+from engine.layers.opset import OpSet
+from engine.lora.manager import LoRAManager
+from engine.memory.audit import MemoryAudit
+from engine.memory.kv_pool import KVPool
+from engine.memory.ledger import MemoryLedger
+from engine.memory.pages import PageAllocator
+from engine.memory.plan import MemoryPlan
+from engine.models.decoder import DecoderModel
+from engine.parallel.topology import Topology
+from engine.runtime.attention import PagedAttention
+from engine.runtime.runner import ModelRunner
+from engine.runtime.sampler import Sampler
+from engine.runtime.workspace import Workspace
+from engine.scheduling.scheduler import Scheduler
+from engine.serving.engine import Engine
+from engine.text.tokenizer import Tokenizer
+from engine.weights.checkpoint import open_checkpoint
+from engine.wiring import Component
+
+
+class EngineContainer(containers.DeclarativeContainer):
+    """Providers in start-up order. Build it with `engine.wiring.build(config)`, which checks it first."""
+
+    config = providers.Dependency(instance_of=EngineConfig)
+    cfg = config.provided
+
+    # host: nothing here holds device memory
+    device = providers.Singleton(Device, cfg=cfg.device)
+    topology = providers.Singleton(Topology)
+    ops = providers.Singleton(OpSet.select, cfg=cfg.kernels)
+    checkpoint = providers.Singleton(open_checkpoint, cfg=cfg.model)
+    tokenizer = providers.Singleton(Tokenizer.from_checkpoint, checkpoint=checkpoint)
+
+    # reserve: whoever takes the ledger leaves a receipt
+    ledger = providers.Singleton(MemoryLedger, cfg=cfg.memory, device=device)
+    model = Component(
+        DecoderModel,
+        cfg=cfg.model,
+        checkpoint=checkpoint,
+        device=device,
+        topology=topology,
+        ops=ops,
+        ledger=ledger,
+    )
+    lora_manager = Component(LoRAManager, cfg=cfg.lora, model=model, device=device, ledger=ledger)
+    workspace = providers.Singleton(Workspace, cfg=cfg.scheduler, model=model, ledger=ledger)
+
+    # size: the plan seals the ledger, what is left becomes KV pages
+    memory_plan = providers.Singleton(
+        MemoryPlan.build,
+        ledger=ledger,
+        receipts=providers.List(
+            model.provided.receipt, lora_manager.provided.receipt, workspace.provided.receipt
+        ),
+    )
+    kv_pool = providers.Singleton(
+        KVPool, cfg=cfg.memory, plan=memory_plan, model=model, device=device
+    )
+
+    # run: nothing below may allocate what lives longer than a step
+    pages = providers.Singleton(PageAllocator, kv_pool=kv_pool)
+    attention = providers.Singleton(
+        PagedAttention, cfg=cfg.kernels, kv_pool=kv_pool, model=model, device=device
+    )
+    runner = providers.Singleton(
+        ModelRunner, model=model, attention=attention, lora_manager=lora_manager, device=device
+    )
+    sampler = providers.Singleton(Sampler, device=device)
+    scheduler = Component(Scheduler, cfg=cfg.scheduler, pages=pages, lora_manager=lora_manager)
+    audit = providers.Singleton(MemoryAudit, plan=memory_plan, kv_pool=kv_pool, device=device)
+    engine = providers.Singleton(
+        Engine,
+        cfg=cfg.sampling,
+        tokenizer=tokenizer,
+        model=model,
+        kv_pool=kv_pool,
+        scheduler=scheduler,
+        runner=runner,
+        sampler=sampler,
+        lora_manager=lora_manager,
+        audit=audit,
+    )

@@ -1,0 +1,242 @@
+"""The typed configuration: one slotted dataclass per group of `conf/`, ranges checked when it is built.
+
+Knows nothing of torch, so that `--help` and `--cfg job` answer at once. YAML holds the values, the dataclasses
+hold types, defaults and ranges; `_target_` names the class of a component that may be replaced by one's own.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from engine.errors import ConfigError
+
+
+class LoadFormat(Enum):
+    auto = "auto"
+    safetensors = "safetensors"
+    gguf = "gguf"
+    dummy = "dummy"
+
+
+class DType(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class DeviceKind(Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class EvictionPolicy(Enum):
+    lru = "lru"
+    fifo = "fifo"
+
+
+class GraphMode(Enum):
+    off = "off"
+
+
+class KernelSet(Enum):
+    reference = "reference"
+
+
+class CommandName(Enum):
+    generate = "generate"
+    plan = "plan"
+    wiring = "wiring"
+    bench = "bench"
+
+
+def _check(key: str, value: Any, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(f"{key}: got {value!r}, allowed is {allowed}")
+
+
+def _at_least(key: str, value: float | None, low: float) -> None:
+    _check(key, value, value is None or value >= low, f"a number >= {low}")
+
+
+def _within(key: str, value: float, low: float, high: float) -> None:
+    _check(key, value, low <= value <= high, f"a number from {low} to {high}")
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    """Base model. `path`: "default", a Hugging Face directory, a .gguf file, or "hub:owner/name"."""
+
+    _target_: str = "engine.models.decoder.DecoderModel"
+    path: str = "default"
+    load_format: LoadFormat = LoadFormat.auto
+    dtype: DType = DType.float32
+    max_model_len: int | None = None
+    revision: str | None = None
+    cache_dir: str | None = None
+    dummy_seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(
+            "model.path",
+            self.path,
+            bool(self.path.strip()),
+            "a path, 'default' or 'hub:owner/name'",
+        )
+        _at_least("model.max_model_len", self.max_model_len, 1)
+
+
+@dataclass(slots=True)
+class DeviceConfig:
+    """Where tensors live. `memory_bytes` replaces what the device reports, `dry` builds shapes only."""
+
+    kind: DeviceKind = DeviceKind.cpu
+    index: int = 0
+    num_threads: int | None = None
+    memory_bytes: int | None = None
+    dry: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("device.index", self.index, 0)
+        _at_least("device.num_threads", self.num_threads, 1)
+        _at_least("device.memory_bytes", self.memory_bytes, 1)
+
+
+@dataclass(slots=True)
+class LoRAConfig:
+    """Adapters. `adapters` maps names to directories ("demo:NAME" is one that ships with the engine)."""
+
+    _target_: str = "engine.lora.manager.LoRAManager"
+    max_loras_per_batch: int = 8
+    max_lora_rank: int = 64
+    pool_rank_rows: int | None = None
+    eviction: EvictionPolicy = EvictionPolicy.lru
+    adapters: dict[str, str] = field(default_factory=dict)
+    pinned: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _within("lora.max_loras_per_batch", self.max_loras_per_batch, 0, 4096)
+        _within("lora.max_lora_rank", self.max_lora_rank, 1, 4096)
+        _check(
+            "lora.pool_rank_rows",
+            self.pool_rank_rows,
+            self.pool_rank_rows is None or self.pool_rank_rows >= self.max_lora_rank,
+            f"null or a number >= lora.max_lora_rank ({self.max_lora_rank})",
+        )
+        unknown = [name for name in self.pinned if name not in self.adapters]
+        _check(
+            "lora.pinned",
+            unknown,
+            not unknown,
+            f"names in lora.adapters ({', '.join(self.adapters)})",
+        )
+
+
+@dataclass(slots=True)
+class MemoryConfig:
+    """The budget of the memory plan and the shape of KV pages."""
+
+    fraction: float = 0.5
+    page_size: int = 16
+    max_kv_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(
+            "memory.fraction",
+            self.fraction,
+            0.0 < self.fraction <= 1.0,
+            "a number above 0 and at most 1",
+        )
+        _within("memory.page_size", self.page_size, 1, 1024)
+        _at_least("memory.max_kv_tokens", self.max_kv_tokens, 1)
+
+
+@dataclass(slots=True)
+class GraphConfig:
+    """Decode graphs."""
+
+    mode: GraphMode = GraphMode.off
+
+
+@dataclass(slots=True)
+class KernelsConfig:
+    """Which implementation of the ops in `kernels/` runs; attention is chosen apart from the rest."""
+
+    ops: KernelSet = KernelSet.reference
+    attention: KernelSet = KernelSet.reference
+
+
+@dataclass(slots=True)
+class SchedulerConfig:
+    """Continuous batching. `max_step_tokens` bounds the tokens of one forward, prompts are cut to fit it."""
+
+    _target_: str = "engine.scheduling.scheduler.Scheduler"
+    max_running_requests: int = 64
+    max_step_tokens: int = 512
+    max_skips: int = 64
+
+    def __post_init__(self) -> None:
+        _within("scheduler.max_running_requests", self.max_running_requests, 1, 65536)
+        _check(
+            "scheduler.max_step_tokens",
+            self.max_step_tokens,
+            self.max_step_tokens >= self.max_running_requests,
+            f"a number >= scheduler.max_running_requests ({self.max_running_requests})",
+        )
+        _at_least("scheduler.max_skips", self.max_adapter_skips, 0)
+
+
+@dataclass(slots=True)
+class SamplingConfig:
+    """Defaults of a request's sampling parameters; temperature 0 is greedy, top_k 0 and min_p 0 are off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("sampling.temperature", self.temperature, 0.0)
+        _at_least("sampling.top_k", self.top_k, 0)
+        _check(
+            "sampling.top_p", self.top_p, 0.0 < self.top_p <= 1.0, "a number above 0 and at most 1"
+        )
+        _within("sampling.min_p", self.min_p, 0.0, 1.0)
+        _at_least("sampling.max_tokens", self.max_tokens, 1)
+
+
+@dataclass(slots=True)
+class CommandConfig:
+    """What `python -m engine` does. `prompts` are user messages; `batch_sizes` and lengths are bench's."""
+
+    name: CommandName = CommandName.generate
+    prompts: list[str] = field(default_factory=list)
+    chat: bool = True
+    progress: bool = True
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32])
+    prompt_tokens: int = 64
+    new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for size in self.batch_sizes:
+            _at_least("command.batch_sizes", size, 1)
+        _at_least("command.prompt_tokens", self.prompt_tokens, 1)
+        _at_least("command.new_tokens", self.new_tokens, 1)
+
+
+@dataclass(slots=True)
+class EngineConfig:
+    """Root of the tree. `components` holds classes of one's own (`name: {_target_: pkg.Class, key: value}`)."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    command: CommandConfig = field(default_factory=CommandConfig)
+    components: dict[str, Any] = field(default_factory=dict)
+    log_level: str = "INFO"

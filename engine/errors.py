@@ -1,0 +1,40 @@
+"""Errors that users of the engine see. Each message says what was found, what was expected, what to change.
+
+EngineError
+ +-- ConfigError      a value in the Hydra config is wrong
+ +-- WiringError      the container is wired in a way that would break start-up order
+ +-- CapacityError    something does not fit into memory
+ +-- ModelError       the base model's files are missing, incomplete or unsupported
+ +-- AdapterError     an adapter is refused, or an operation on one is
+ +-- RequestError     a request is refused
+
+`assert` is for programmer invariants only.
+"""
+
+
+class EngineError(Exception):
+    """Root of everything that is reported to the user as one message without a traceback."""
+
+
+class ConfigError(EngineError):
+    """A configuration value is wrong: names the key, the value given and what is allowed."""
+
+
+class WiringError(EngineError):
+    """The provider graph or the order of memory reservations is wrong."""
+
+
+class CapacityError(EngineError):
+    """Memory does not suffice: says how many bytes were needed and how many there are."""
+
+
+class ModelError(EngineError):
+    """The base model cannot be loaded: lists what is missing, surplus or mis-shaped."""
+
+
+class AdapterError(EngineError):
+    """An adapter cannot be loaded, unloaded or used: lists all reasons at once."""
+
+
+class RequestError(EngineError):
+    """A request cannot be served: says what is wrong with it and how much is allowed."""

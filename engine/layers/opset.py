@@ -1,0 +1,37 @@
+"""The ops that layers call, as one value: an implementation is chosen once, by config, and handed to all."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import KernelsConfig, KernelSet
+from engine.kernels import lora, norm, rope, silu_mul
+from engine.kernels.linear import linear
+
+
+@dataclass(frozen=True, slots=True)
+class OpSet:
+    """One callable per op; signatures are those of the plain-torch references beside this file."""
+
+    linear: Callable[..., torch.Tensor]
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., torch.Tensor]
+    apply_rope: Callable[..., None]
+    silu_mul: Callable[..., torch.Tensor]
+    add_lora: Callable[..., None]
+
+    @classmethod
+    def select(cls, cfg: KernelsConfig) -> "OpSet":
+        """The set that `kernels.ops` names."""
+        return {KernelSet.reference: REFERENCE}[cfg.ops]
+
+
+REFERENCE = OpSet(
+    linear=linear,
+    rms_norm=norm.rms_norm,
+    add_rms_norm=norm.add_rms_norm,
+    apply_rope=rope.apply_rope,
+    silu_mul=silu_mul.silu_mul,
+    add_lora=lora.add_lora,
+)

@@ -1,0 +1,23 @@
+"""Names and identities of adapters. A `lora_id` exists once per load: never a name, a path or user input."""
+
+import uuid
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARef:
+    """One load of one adapter. Caches, slots, use counts and logs are keyed by `lora_id` only."""
+
+    name: str
+    path: str
+    pinned: bool = False
+    lora_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAUpdateOutput:
+    """Answer to load and unload: `loaded_adapters` maps name to path after the operation."""
+
+    success: bool
+    error_message: str = ""
+    loaded_adapters: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,150 @@
+"""Paged attention: describes a step to the attention kernels and keeps keys and values in the KV pool.
+
+Rows with one new token are grouped by context length, so that padding at most doubles a group's work; prompts go
+one by one. Knows pages by number; who owns them is the scheduler's business.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.config import KernelsConfig
+from engine.device import Device
+from engine.kernels.paged_attention import (
+    DecodeRows,
+    PrefillRow,
+    decode_attention,
+    prefill_attention,
+    write_kv,
+)
+from engine.layers.attention import AttentionBackend
+from engine.layers.step import Step
+from engine.memory.kv_pool import KVPool
+from engine.models.decoder import DecoderModel
+
+# A group gathers at most this many tokens of context at once, padding included.
+MAX_GATHERED_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """One row of a step: its pages, tokens already in them, and new tokens."""
+
+    pages: Sequence[int]
+    num_computed: int
+    num_new: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """A step as the kernels want it. `write_index` [T * K]: where each new key and value goes."""
+
+    write_index: torch.Tensor
+    decode: tuple[DecodeRows, ...]
+    prefill: tuple[PrefillRow, ...]
+
+
+class PagedAttention(AttentionBackend):
+    """The plain-torch backend."""
+
+    def __init__(
+        self, cfg: KernelsConfig, kv_pool: KVPool, model: DecoderModel, device: Device
+    ) -> None:
+        self.name = cfg.attention.value
+        self._keys, self._values = kv_pool.keys, kv_pool.values
+        self._page_size = kv_pool.page_size
+        self._kv_heads, self._head_dim, _ = model.kv_shape
+        self._window = model.spec.sliding_window
+        self._scale = 1 / math.sqrt(self._head_dim)
+        self._dtype = model.dtype
+        self._device = device.torch_device
+        self._heads = np.arange(self._kv_heads)
+
+    def prepare(self, rows: Sequence[RowContext]) -> PagedStep:
+        """Describe a step of `rows`, in token order."""
+        decode: dict[int, list[tuple[int, RowContext]]] = defaultdict(list)
+        prefill: list[PrefillRow] = []
+        writes = []
+        token = 0
+        for row in rows:
+            positions = np.arange(row.num_computed, row.num_computed + row.num_new)
+            pages = np.asarray(row.pages)[positions // self._page_size]
+            offsets = positions % self._page_size
+            writes.append(
+                (pages[:, None] * self._kv_heads + self._heads) * self._page_size + offsets[:, None]
+            )
+            if row.num_new == 1:
+                num_pages = -(-(row.num_computed + 1) // self._page_size)
+                decode[num_pages.bit_length()].append((token, row))
+            else:
+                prefill.append(self._prefill_row(token, row))
+            token += row.num_new
+        groups = [group for key in sorted(decode) for group in self._decode_groups(decode[key])]
+        write_index = torch.from_numpy(np.concatenate(writes).ravel())
+        return PagedStep(write_index.to(self._device), tuple(groups), tuple(prefill))
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step
+    ) -> torch.Tensor:
+        """Store k, v [T, K, D], return [T, H * D]."""
+        paged: PagedStep = step.attention
+        keys, values = self._keys[layer], self._values[layer]
+        write_kv(keys, paged.write_index, k)
+        write_kv(values, paged.write_index, v)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for group in paged.decode:
+            out[group.rows] = decode_attention(q[group.rows], keys, values, group, self._scale)
+        for row in paged.prefill:
+            own = slice(row.start, row.stop)
+            out[own] = prefill_attention(q[own], k[own], v[own], keys, values, row, self._scale)
+        return out.view(q.shape[0], -1)
+
+    def _decode_groups(self, rows: list[tuple[int, RowContext]]) -> list[DecodeRows]:
+        most_pages = max(-(-(row.num_computed + 1) // self._page_size) for _, row in rows)
+        per_group = max(1, MAX_GATHERED_TOKENS // (most_pages * self._page_size))
+        return [
+            self._decode_group(rows[i : i + per_group], most_pages)
+            for i in range(0, len(rows), per_group)
+        ]
+
+    def _decode_group(self, rows: list[tuple[int, RowContext]], num_pages: int) -> DecodeRows:
+        pages = np.zeros((len(rows), num_pages), dtype=np.int64)
+        for i, (_, row) in enumerate(rows):
+            used = row.pages[:num_pages]
+            pages[i, : len(used)] = used
+        lengths = np.array([row.num_computed + 1 for _, row in rows])[:, None]
+        positions = np.arange(num_pages * self._page_size)
+        bias = self._bias(positions[None], lengths - 1)
+        return DecodeRows(
+            torch.tensor([token for token, _ in rows], device=self._device),
+            self._head_pages(pages),
+            bias.repeat_interleave(self._kv_heads, 0)[:, None].to(self._device),
+        )
+
+    def _prefill_row(self, token: int, row: RowContext) -> PrefillRow:
+        context = row.num_computed + row.num_new
+        stop = token + row.num_new
+        if row.num_computed == 0 and (self._window is None or context <= self._window):
+            return PrefillRow(token, stop, context, None, None)
+        num_pages = -(-context // self._page_size)
+        pages = np.asarray(row.pages[:num_pages])[None]
+        queries = np.arange(row.num_computed, context)[:, None]
+        bias = self._bias(np.arange(context)[None], queries)
+        return PrefillRow(token, stop, context, self._head_pages(pages), bias.to(self._device))
+
+    def _head_pages(self, pages: np.ndarray) -> torch.Tensor:
+        """Page numbers [B, P] -> indexes of single heads' pages [B * K * P]."""
+        indexes = pages[:, None, :] * self._kv_heads + self._heads[None, :, None]
+        return torch.from_numpy(indexes.ravel()).to(self._device)
+
+    def _bias(self, keys: np.ndarray, queries: np.ndarray) -> torch.Tensor:
+        """0 where the query position may read the key position, -inf elsewhere; shapes broadcast."""
+        visible = keys <= queries
+        if self._window is not None:
+            visible &= keys > queries - self._window
+        bias = torch.zeros(visible.shape, dtype=self._dtype)
+        return bias.masked_fill_(torch.from_numpy(~visible), -torch.inf)

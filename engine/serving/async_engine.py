@@ -1,0 +1,104 @@
+"""The engine behind asyncio: steps run on one thread, requests and adapter changes are handed to it between steps."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+from engine.lora.ref import LoRARef
+from engine.runtime.sampling_params import SamplingParams
+from engine.serving.engine import Engine, Prompt
+from engine.serving.output import TokenEvent
+
+_Result = TypeVar("_Result")
+_Task = tuple[Callable[[], object], Future[object]]
+
+
+class AsyncEngine:
+    """Use as `async with AsyncEngine(engine) as served:`; the engine must not be stepped by others meanwhile."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._listeners: dict[int, Callable[[TokenEvent], None]] = {}
+        self._thread = threading.Thread(target=self._loop, name="engine-loop", daemon=True)
+
+    async def __aenter__(self) -> "AsyncEngine":
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._tasks.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str | None = None
+    ) -> AsyncIterator[TokenEvent]:
+        """Token events as they come. Leaving the loop early aborts the request. Raises RequestError, AdapterError."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+
+        def listen(event: TokenEvent) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        def add() -> int:
+            request_id = self.engine.add_request(prompt, sampling, adapter)
+            self._listeners[request_id] = listen
+            return request_id
+
+        request_id = await self._run(add)
+        try:
+            while True:
+                event = await events.get()
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            self._tasks.put((lambda: self._drop(request_id), Future()))
+
+    async def load_adapter(self, name: str, path: str | Path, *, pinned: bool = False) -> LoRARef:
+        """Load between two steps. Raises AdapterError."""
+        return await self._run(lambda: self.engine.load_adapter(name, path, pinned=pinned))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload between two steps. Raises AdapterError."""
+        await self._run(lambda: self.engine.unload_adapter(name))
+
+    async def list_adapters(self) -> tuple[LoRARef, ...]:
+        return await self._run(self.engine.list_adapters)
+
+    async def _run(self, task: Callable[[], _Result]) -> _Result:
+        future: Future[object] = Future()
+        self._tasks.put((task, future))
+        return await asyncio.wrap_future(future)  # type: ignore[return-value]
+
+    def _drop(self, request_id: int) -> None:
+        self._listeners.pop(request_id, None)
+        self.engine.abort(request_id)
+
+    def _loop(self) -> None:
+        while self._run_tasks():
+            for event in self.engine.step():
+                listener = self._listeners.get(event.request_id)
+                if listener is not None:
+                    listener(event)
+
+    def _run_tasks(self) -> bool:
+        """Run what was handed over, waiting for it when there is nothing to compute; False to stop."""
+        while True:
+            try:
+                task = self._tasks.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if task is None:
+                return False
+            call, future = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)

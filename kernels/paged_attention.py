@@ -1,0 +1,92 @@
+"""Attention over paged keys and values, in plain torch.
+
+Shapes: T tokens, B rows, H query heads, K kv heads, G = H / K, D head_dim, P pages of S tokens. Caches are
+[P, K, S, D]: one head's tokens of a page lie together, so a gather of pages gives contiguous [K, L, D] operands.
+Knows nothing of who holds which page.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows with one new token each and similar context lengths.
+
+    `rows` [B] indexes the step's tokens; `head_pages` [B * K * pages] indexes the cache seen as [P * K, S * D];
+    `bias` [B * K, 1, L] is 0 where a key may be read and -inf elsewhere, in the cache's dtype.
+    """
+
+    rows: torch.Tensor
+    head_pages: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """One request's chunk: tokens `start`..`stop` of the step.
+
+    `head_pages` [K * pages] covers cached context and chunk, None when the chunk is the whole context;
+    `bias` [chunk, context] as above, None for plain causal attention.
+    """
+
+    start: int
+    stop: int
+    context: int
+    head_pages: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def write_kv(cache: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> None:
+    """Store new [T, K, D] at flat positions index [T * K] of cache [P, K, S, D] seen as [P * K * S, D]."""
+    head_dim = cache.shape[-1]
+    cache.view(-1, head_dim).index_copy_(0, index, new.reshape(-1, head_dim))
+
+
+def _gather(cache: torch.Tensor, head_pages: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Pages of one or more rows as [B * K, L, D]."""
+    _, _, page_size, head_dim = cache.shape
+    flat = cache.view(-1, page_size * head_dim).index_select(0, head_pages)
+    return flat.view(num_heads, -1, head_dim)
+
+
+def decode_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeRows, scale: float
+) -> torch.Tensor:
+    """q [B, H, D], already the group's rows -> [B, H, D]. GQA: a head's keys are read once for its G queries."""
+    batch, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    q = (q * scale).view(batch * kv_heads, heads // kv_heads, head_dim)
+    k = _gather(keys, group.head_pages, batch * kv_heads)
+    v = _gather(values, group.head_pages, batch * kv_heads)
+    weights = torch.bmm(q, k.transpose(1, 2)).add_(group.bias).softmax(-1)
+    return torch.bmm(weights, v).view(batch, heads, head_dim)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    row: PrefillRow,
+    scale: float,
+) -> torch.Tensor:
+    """q [chunk, H, D], k and v [chunk, K, D] (already in the cache too) -> [chunk, H, D]."""
+    k_heads, v_heads = k.transpose(0, 1), v.transpose(0, 1)
+    if row.head_pages is not None:
+        kv_heads = keys.shape[1]
+        k_heads = _gather(keys, row.head_pages, kv_heads)[:, : row.context]
+        v_heads = _gather(values, row.head_pages, kv_heads)[:, : row.context]
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k_heads[None],
+        v_heads[None],
+        attn_mask=row.bias,
+        is_causal=row.bias is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
