@@ -1,10 +1,15 @@
 """The engine's composition root: read it from top to bottom, it is the order of a start.
 
-Whoever is wired to `ledger` reserves memory and must be upstream of `memory_plan`; `engine.wiring` reads that off
-this graph before anything is built. Components own their set-up; nothing but wiring stands here.
+Whoever is wired to `ledger` reserves memory and must be upstream of `memory_plan`; `engine.wiring`
+reads that off this graph before anything is built. Components own their set-up; nothing but wiring
+stands here.
 """
 
 from dependency_injector import containers, providers
+from engine.runtime.sampler import Sampler
+from engine.text.tokenizer import Tokenizer
+from engine.weights.checkpoint import open_checkpoint
+from engine.wiring import Component
 
 from engine.config import EngineConfig
 from engine.device import Device
@@ -19,17 +24,15 @@ from engine.models.decoder import DecoderModel
 from engine.parallel.topology import Topology
 from engine.runtime.attention import PagedAttention
 from engine.runtime.runner import ModelRunner
-from engine.runtime.sampler import Sampler
 from engine.runtime.workspace import Workspace
 from engine.scheduling.scheduler import Scheduler
 from engine.serving.engine import Engine
-from engine.text.tokenizer import Tokenizer
-from engine.weights.checkpoint import open_checkpoint
-from engine.wiring import Component
 
 
 class EngineContainer(containers.DeclarativeContainer):
-    """Providers in start-up order. Build it with `engine.wiring.build(config)`, which checks it first."""
+    """Providers in start-up order. Build it with `engine.wiring.build(config)`, which checks it
+    first.
+    """
 
     config = providers.Dependency(instance_of=EngineConfig)
     cfg = config.provided

@@ -1,7 +1,9 @@
-"""The typed configuration: one slotted dataclass per group of `conf/`, ranges checked when it is built.
+"""The typed configuration: one slotted dataclass per group of `conf/`, ranges checked when it is
+built.
 
-Knows nothing of torch, so that `--help` and `--cfg job` answer at once. YAML holds the values, the dataclasses
-hold types, defaults and ranges; `_target_` names the class of a component that may be replaced by one's own.
+Knows nothing of torch, so that `--help` and `--cfg job` answer at once. YAML holds the values, the
+dataclasses hold types, defaults and ranges; `_target_` names the class of a component that may be
+replaced by one's own.
 """
 
 from dataclasses import dataclass, field
@@ -49,6 +51,14 @@ class CommandName(Enum):
     bench = "bench"
 
 
+class LogLevel(Enum):
+    trace = "trace"
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
 def _check(key: str, value: Any, ok: bool, allowed: str) -> None:
     if not ok:
         raise ConfigError(f"{key}: got {value!r}, allowed is {allowed}")
@@ -64,7 +74,8 @@ def _within(key: str, value: float, low: float, high: float) -> None:
 
 @dataclass(slots=True)
 class ModelConfig:
-    """Base model. `path`: "default", a Hugging Face directory, a .gguf file, or "hub:owner/name"."""
+    """Base model. `path`: "default", a Hugging Face directory, a .gguf file, or "hub:owner/name".
+    """
 
     _target_: str = "engine.models.decoder.DecoderModel"
     path: str = "default"
@@ -87,7 +98,9 @@ class ModelConfig:
 
 @dataclass(slots=True)
 class DeviceConfig:
-    """Where tensors live. `memory_bytes` replaces what the device reports, `dry` builds shapes only."""
+    """Where tensors live. `memory_bytes` replaces what the device reports, `dry` builds shapes
+    only.
+    """
 
     kind: DeviceKind = DeviceKind.cpu
     index: int = 0
@@ -103,7 +116,9 @@ class DeviceConfig:
 
 @dataclass(slots=True)
 class LoRAConfig:
-    """Adapters. `adapters` maps names to directories ("demo:NAME" is one that ships with the engine)."""
+    """Adapters. `adapters` maps names to directories ("demo:NAME" is one that ships with the
+    engine).
+    """
 
     _target_: str = "engine.lora.manager.LoRAManager"
     max_loras_per_batch: int = 8
@@ -159,7 +174,8 @@ class GraphConfig:
 
 @dataclass(slots=True)
 class KernelsConfig:
-    """Which implementation of the ops in `kernels/` runs; attention is chosen apart from the rest."""
+    """Which implementation of the ops in `kernels/` runs; attention is chosen apart from the rest.
+    """
 
     ops: KernelSet = KernelSet.reference
     attention: KernelSet = KernelSet.reference
@@ -167,7 +183,9 @@ class KernelsConfig:
 
 @dataclass(slots=True)
 class SchedulerConfig:
-    """Continuous batching. `max_step_tokens` bounds the tokens of one forward, prompts are cut to fit it."""
+    """Continuous batching. `max_step_tokens` bounds the tokens of one forward, prompts are cut to
+    fit it.
+    """
 
     _target_: str = "engine.scheduling.scheduler.Scheduler"
     max_running_requests: int = 64
@@ -182,12 +200,14 @@ class SchedulerConfig:
             self.max_step_tokens >= self.max_running_requests,
             f"a number >= scheduler.max_running_requests ({self.max_running_requests})",
         )
-        _at_least("scheduler.max_skips", self.max_adapter_skips, 0)
+        _at_least("scheduler.max_skips", self.max_skips, 0)
 
 
 @dataclass(slots=True)
 class SamplingConfig:
-    """Defaults of a request's sampling parameters; temperature 0 is greedy, top_k 0 and min_p 0 are off."""
+    """Defaults of a request's sampling parameters; temperature 0 is greedy, top_k 0 and min_p 0 are
+    off.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -208,7 +228,9 @@ class SamplingConfig:
 
 @dataclass(slots=True)
 class CommandConfig:
-    """What `python -m engine` does. `prompts` are user messages; `batch_sizes` and lengths are bench's."""
+    """What `python -m engine` does. `prompts` are user messages; `batch_sizes` and lengths are
+    bench's.
+    """
 
     name: CommandName = CommandName.generate
     prompts: list[str] = field(default_factory=list)
@@ -227,7 +249,9 @@ class CommandConfig:
 
 @dataclass(slots=True)
 class EngineConfig:
-    """Root of the tree. `components` holds classes of one's own (`name: {_target_: pkg.Class, key: value}`)."""
+    """Root of the tree. `components` holds classes of one's own (`name: {_target_: pkg.Class, key:
+    value}`).
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
@@ -239,4 +263,4 @@ class EngineConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     command: CommandConfig = field(default_factory=CommandConfig)
     components: dict[str, Any] = field(default_factory=dict)
-    log_level: str = "INFO"
+    log_level: LogLevel = LogLevel.info

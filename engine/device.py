@@ -1,12 +1,14 @@
 """The device that tensors live on and what it can tell of its memory. Knows nothing of who uses it.
 
-A dry device gives the `meta` torch device in place of the real one: every component then builds with its true
-shapes and no bytes, which is how `command=plan` prints the ledger of a real start.
+A dry device gives the `meta` torch device in place of the real one: every component then builds
+with its true shapes and no bytes, which is how `command=plan` prints the ledger of a real start.
 """
 
+import math
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engine.config import DeviceConfig, DeviceKind
@@ -56,7 +58,9 @@ class Device:
         return torch.cuda.get_device_properties(self._real).total_memory
 
     def available_bytes(self) -> int:
-        """Bytes that can be allocated now; on a dry device or with `memory_bytes` set, the capacity."""
+        """Bytes that can be allocated now; on a dry device or with `memory_bytes` set, the
+        capacity.
+        """
         if self._memory_bytes is not None or self.dry:
             return self.total_bytes()
         if self.host_visible:
@@ -65,10 +69,19 @@ class Device:
         return free
 
     def allocated_bytes(self) -> int | None:
-        """Bytes that torch's allocator holds for live tensors; None where there is no allocator to ask."""
+        """Bytes that torch's allocator holds for live tensors; None where there is no allocator to
+        ask.
+        """
         if self.host_visible or self.dry:
             return None
         return torch.cuda.memory_allocated(self._real)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor. In host memory it is committed page by page as it is first written."""
+        if self.dry or not self.host_visible:
+            return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+        raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(shape)
 
     def free_cache(self) -> None:
         """Give cached but unused blocks back to the driver."""

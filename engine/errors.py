@@ -1,4 +1,5 @@
-"""Errors that users of the engine see. Each message says what was found, what was expected, what to change.
+"""Errors that users of the engine see. Each message says what was found, what was expected, what to
+change.
 
 EngineError
  +-- ConfigError      a value in the Hydra config is wrong

@@ -1,7 +1,8 @@
 """x @ weight.T + bias.
 
-Shapes: T tokens, I in, O out. On the CPU, BLAS is up to twice as fast for few rows when the weight is the left
-operand (measured with MKL 2024.2, AVX2, 2 threads: 2 to 64 rows), so that order is used there.
+Shapes: T tokens, I in, O out. On the CPU, BLAS is up to twice as fast for few rows when the weight
+is the left operand (measured with MKL 2024.2, AVX2, 2 threads: 2 to 64 rows), so that order is used
+there.
 """
 
 import torch

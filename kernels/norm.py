@@ -1,7 +1,7 @@
 """RMSNorm, alone and behind a residual add.
 
-Shapes: T tokens, H hidden. Formula: x / sqrt(mean(x^2) + eps) * weight, statistics in float32 (Zhang and
-Sennrich, 2019), product with the weight in x's dtype as the Llama family has it.
+Shapes: T tokens, H hidden. Formula: x / sqrt(mean(x^2) + eps) * weight, statistics in float32
+(Zhang and Sennrich, 2019), product with the weight in x's dtype as the Llama family has it.
 """
 
 import torch

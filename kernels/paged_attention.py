@@ -1,8 +1,8 @@
 """Attention over paged keys and values, in plain torch.
 
-Shapes: T tokens, B rows, H query heads, K kv heads, G = H / K, D head_dim, P pages of S tokens. Caches are
-[P, K, S, D]: one head's tokens of a page lie together, so a gather of pages gives contiguous [K, L, D] operands.
-Knows nothing of who holds which page.
+Shapes: T tokens, B rows, H query heads, K kv heads, G = H / K, D head_dim, P pages of S tokens.
+Caches are [P, K, S, D]: one head's tokens of a page lie together, so a gather of pages gives
+contiguous [K, L, D] operands. Knows nothing of who holds which page.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ import torch.nn.functional as F
 class DecodeRows:
     """Rows with one new token each and similar context lengths.
 
-    `rows` [B] indexes the step's tokens; `head_pages` [B * K * pages] indexes the cache seen as [P * K, S * D];
-    `bias` [B * K, 1, L] is 0 where a key may be read and -inf elsewhere, in the cache's dtype.
+    `rows` [B] indexes the step's tokens; `head_pages` [B * K * pages] indexes the cache seen as [P
+    * K, S * D]; `bias` [B * K, 1, L] is 0 where a key may be read and -inf elsewhere, in the
+    cache's dtype.
     """
 
     rows: torch.Tensor
@@ -28,8 +29,8 @@ class DecodeRows:
 class PrefillRow:
     """One request's chunk: tokens `start`..`stop` of the step.
 
-    `head_pages` [K * pages] covers cached context and chunk, None when the chunk is the whole context;
-    `bias` [chunk, context] as above, None for plain causal attention.
+    `head_pages` [K * pages] covers cached context and chunk, None when the chunk is the whole
+    context; `bias` [chunk, context] as above, None for plain causal attention.
     """
 
     start: int
@@ -40,7 +41,9 @@ class PrefillRow:
 
 
 def write_kv(cache: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> None:
-    """Store new [T, K, D] at flat positions index [T * K] of cache [P, K, S, D] seen as [P * K * S, D]."""
+    """Store new [T, K, D] at flat positions index [T * K] of cache [P, K, S, D] seen as [P * K * S,
+    D].
+    """
     head_dim = cache.shape[-1]
     cache.view(-1, head_dim).index_copy_(0, index, new.reshape(-1, head_dim))
 
@@ -55,7 +58,9 @@ def _gather(cache: torch.Tensor, head_pages: torch.Tensor, num_heads: int) -> to
 def decode_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeRows, scale: float
 ) -> torch.Tensor:
-    """q [B, H, D], already the group's rows -> [B, H, D]. GQA: a head's keys are read once for its G queries."""
+    """q [B, H, D], already the group's rows -> [B, H, D]. GQA: a head's keys are read once for its
+    G queries.
+    """
     batch, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     q = (q * scale).view(batch * kv_heads, heads // kv_heads, head_dim)

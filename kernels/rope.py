@@ -1,7 +1,7 @@
 """Rotary position embedding on the leading dimensions of each head, rotate-half convention.
 
-Shapes: T tokens, N heads, D head_dim, P rotary_dim <= D. Formula: (a, b) -> (a cos - b sin, b cos + a sin) with a
-and b the two halves of the first P dimensions (Su et al., 2021).
+Shapes: T tokens, N heads, D head_dim, P rotary_dim <= D. Formula: (a, b) -> (a cos - b sin, b cos +
+a sin) with a and b the two halves of the first P dimensions (Su et al., 2021).
 """
 
 import torch

@@ -1,4 +1,6 @@
-"""`command=bench`: prefill and decode rates for base only and for all adapters mixed, per batch size."""
+"""`command=bench`: prefill and decode rates for base only and for all adapters mixed, per batch
+size.
+"""
 
 from engine.bench.workload import measure, random_prompts
 from engine.commands.result import JobResult
@@ -23,6 +25,7 @@ def run(container: EngineContainer) -> JobResult:
             rate = rates.decode_rate
             step_ms = 1000 * size / rate if rate else 0.0
             print(
-                f"{size:>5}  {label:<12}  {rates.prefill_rate:>13.1f}  {rate:>12.1f}  {step_ms:>8.1f}"
+                f"{size:>5}  {label:<12}  {rates.prefill_rate:>13.1f}  {rate:>12.1f}  "
+                f"{step_ms:>8.1f}"
             )
     return JobResult(tokens_per_second=rate, kv_tokens=engine.kv_pool.num_tokens)

@@ -1,4 +1,6 @@
-"""`command=generate`: every prompt for the base model and all adapters in one mixed batch, texts side by side."""
+"""`command=generate`: every prompt for the base model and all adapters in one mixed batch, texts
+side by side.
+"""
 
 import shutil
 import textwrap

@@ -1,4 +1,6 @@
-"""`command=plan`: print the ledger of a start from shapes alone; no weight is read, no memory taken."""
+"""`command=plan`: print the ledger of a start from shapes alone; no weight is read, no memory
+taken.
+"""
 
 from engine.commands.result import JobResult
 from engine.containers import EngineContainer

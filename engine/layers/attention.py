@@ -1,4 +1,5 @@
-"""Self-attention layer: fused q/k/v projection, optional qk-norm, rope, a backend's attention, output projection.
+"""Self-attention layer: fused q/k/v projection, optional qk-norm, rope, a backend's attention,
+output projection.
 
 Where keys and values are kept and how a step is described to the kernels is the backend's business.
 """

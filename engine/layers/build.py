@@ -1,4 +1,6 @@
-"""What every layer needs to be built: where its parameters live, their dtype, the shard and the ops."""
+"""What every layer needs to be built: where its parameters live, their dtype, the shard and the
+ops.
+"""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,8 @@
-"""Linear layers: one matrix for one or several projections of the same input, with an optional delta.
+"""Linear layers: one matrix for one or several projections of the same input, with an optional
+delta.
 
-A layer knows its tensor-parallel shard and the names of its projections in checkpoints; it does not know what a
-delta is (the LoRA package attaches one).
+A layer knows its tensor-parallel shard and the names of its projections in checkpoints; it does not
+know what a delta is (the LoRA package attaches one).
 """
 
 from abc import ABC, abstractmethod
@@ -104,7 +105,9 @@ class Linear:
         return slots
 
     def fused_slots(self, name: str) -> dict[str, WeightSlot]:
-        """The same parameters from a checkpoint that stores all members as one tensor called `name`."""
+        """The same parameters from a checkpoint that stores all members as one tensor called
+        `name`.
+        """
         parts: dict[str, list[Part]] = {"weight": [], "bias": []}
         total = 0
         for member in self.members:

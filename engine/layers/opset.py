@@ -1,4 +1,6 @@
-"""The ops that layers call, as one value: an implementation is chosen once, by config, and handed to all."""
+"""The ops that layers call, as one value: an implementation is chosen once, by config, and handed
+to all.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
-"""Rotary frequencies of a model and the cos/sin of a step's positions, computed where they are needed.
+"""Rotary frequencies of a model and the cos/sin of a step's positions, computed where they are
+needed.
 
-Formulas: theta^(-2i/d) (Su et al., 2021); linear scaling divides all frequencies; Llama 3.1 scales low ones and
-blends the middle (Meta, 2024). Knows nothing of heads.
+Formulas: theta^(-2i/d) (Su et al., 2021); linear scaling divides all frequencies; Llama 3.1 scales
+low ones and blends the middle (Meta, 2024). Knows nothing of heads.
 """
 
 import math

@@ -1,7 +1,8 @@
-"""Where one tensor of a checkpoint goes: the contract between layers (which own parameters) and loaders.
+"""Where one tensor of a checkpoint goes: the contract between layers (which own parameters) and
+loaders.
 
-Layers say which checkpoint tensors they need and into which views of their parameters; loaders know files and
-names, and nothing of layers.
+Layers say which checkpoint tensors they need and into which views of their parameters; loaders know
+files and names, and nothing of layers.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """A checkpoint tensor of `shape` (whole, before any tensor-parallel cut) and the views that it fills."""
+    """A checkpoint tensor of `shape` (whole, before any tensor-parallel cut) and the views that it
+    fills.
+    """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]

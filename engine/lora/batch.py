@@ -1,8 +1,9 @@
-"""The adapters of one step: which tokens use which rows of the rank pool, cut into tiles for the kernels.
+"""The adapters of one step: which tokens use which rows of the rank pool, cut into tiles for the
+kernels.
 
-Tokens come sorted by their adapter's place in the pool, base tokens first. A tile covers neighbouring adapters: one
-tile an adapter does the least arithmetic, one tile for all the fewest calls; the cheapest cut is found by dynamic
-programming over a two-number cost model.
+Tokens come sorted by their adapter's place in the pool, base tokens first. A tile covers
+neighbouring adapters: one tile an adapter does the least arithmetic, one tile for all the fewest
+calls; the cheapest cut is found by dynamic programming over a two-number cost model.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ import torch
 
 from engine.kernels.lora import LoRATile
 
-# What one tile costs besides arithmetic, in (token x rank row) units. Fitted on the CPU with SmolLM2: a tile makes
+# What one tile costs besides arithmetic, in (token x rank row) units. Fitted on the CPU with
+# SmolLM2: a tile makes
 # about 20 small calls a layer, a token x row about 20k multiply-adds.
 TILE_COST = 110
 
@@ -41,7 +43,9 @@ class LoRABatch:
 
 
 def cheapest_cuts(segments: tuple[Segment, ...]) -> list[tuple[int, int]]:
-    """Cut `segments` into runs (i, j) so that sum(TILE_COST + tokens x rows) over the runs is least."""
+    """Cut `segments` into runs (i, j) so that sum(TILE_COST + tokens x rows) over the runs is
+    least.
+    """
     best: list[float] = [0.0]
     cut_before: list[int] = [0]
     for j in range(1, len(segments) + 1):

@@ -1,7 +1,8 @@
 """The LoRA manager: adapters by name and by identity, the rank pool, and what a step is bound to.
 
-Public load and unload log start and end with the available device memory and answer a LoRAUpdateOutput; private
-ones do the work and raise. One identity (`lora_id`) exists per load. Not thread-safe: the engine's loop calls it.
+Public load and unload log start and end with the available device memory and answer a
+LoRAUpdateOutput; private ones do the work and raise. One identity (`lora_id`) exists per load. Not
+thread-safe: the engine's loop calls it.
 """
 
 import time
@@ -45,7 +46,9 @@ class LoRAManager:
     def __init__(
         self, cfg: LoRAConfig, model: DecoderModel, device: Device, ledger: MemoryLedger
     ) -> None:
-        """Reserve and allocate the pool, then load `lora.adapters`. Raises CapacityError, AdapterError."""
+        """Reserve and allocate the pool, then load `lora.adapters`. Raises CapacityError,
+        AdapterError.
+        """
         self.max_rank = cfg.max_lora_rank
         self.max_loras_per_batch = cfg.max_loras_per_batch
         self._device = device
@@ -77,7 +80,9 @@ class LoRAManager:
     # ------------------------------------------------------------------ load, unload, list
 
     def load_lora_adapter(self, lora_ref: LoRARef) -> LoRAUpdateOutput:
-        """Read the adapter at `lora_ref.path` into host memory and, if a slot is free, into the pool."""
+        """Read the adapter at `lora_ref.path` into host memory and, if a slot is free, into the
+        pool.
+        """
         return self._logged("load", lora_ref, lambda: self._load_lora_adapter(lora_ref))
 
     def load_lora_adapter_from_tensors(
@@ -91,7 +96,9 @@ class LoRAManager:
         )
 
     def unload_lora_adapter(self, lora_ref: LoRARef) -> LoRAUpdateOutput:
-        """Forget the adapter; requests that hold it finish with its weights, then its slot is free."""
+        """Forget the adapter; requests that hold it finish with its weights, then its slot is
+        free.
+        """
         return self._logged("unload", lora_ref, lambda: self._unload_lora_adapter(lora_ref))
 
     def list_adapters(self) -> tuple[LoRARef, ...]:
@@ -245,18 +252,21 @@ class LoRAManager:
             raise AdapterError(f"adapter name {ref.name!r} is empty")
         if ref.name in self._by_name:
             raise AdapterError(
-                f"adapter {ref.name!r} is already loaded from {self.resolve(ref.name).path}; unload it first"
+                f"adapter {ref.name!r} is already loaded from {self.resolve(ref.name).path}; "
+                "unload it first"
             )
 
     def _register(self, ref: LoRARef, adapter: HostAdapter) -> None:
         if adapter.rank > self.max_rank:
             raise AdapterError(
-                f"adapter {ref.name!r} has rank {adapter.rank}, lora.max_lora_rank is {self.max_rank}; raise it"
+                f"adapter {ref.name!r} has rank {adapter.rank}, lora.max_lora_rank is "
+                f"{self.max_rank}; raise it"
             )
         resident = self._slots.place(ref.lora_id, adapter.rank, pinned=ref.pinned, evict=ref.pinned)
         if resident is None and ref.pinned:
             raise AdapterError(
-                f"adapter {ref.name!r} cannot be pinned now: running requests hold the slots; try again later"
+                f"adapter {ref.name!r} cannot be pinned now: running requests hold the slots; "
+                "try again later"
             )
         self._by_id[ref.lora_id] = _Loaded(ref, adapter)
         self._by_name[ref.name] = ref.lora_id
@@ -272,7 +282,9 @@ class LoRAManager:
 
 
 def _pool_rows(cfg: LoRAConfig) -> int:
-    """Rows of the pool: as configured, else 16 a slot and at least one adapter of the largest rank."""
+    """Rows of the pool: as configured, else 16 a slot and at least one adapter of the largest
+    rank.
+    """
     if cfg.max_loras_per_batch == 0:
         return 0
     rows = cfg.pool_rank_rows

@@ -1,7 +1,8 @@
 """The rank pool: one set of A and B matrices per linear layer whose rows are ranks.
 
-An adapter owns one contiguous row range, as long as its own rank (up to a small alignment), the same in every
-layer. Ranges in use never move; a range is written whole on load. Who may own one is the slots' business.
+An adapter owns one contiguous row range, as long as its own rank (up to a small alignment), the
+same in every layer. Ranges in use never move; a range is written whole on load. Who may own one is
+the slots' business.
 """
 
 import torch
@@ -30,7 +31,9 @@ class RankRanges:
         self._lengths: dict[int, int] = {}
 
     def find(self, length: int, without: frozenset[int] = frozenset()) -> int | None:
-        """Start of the first free run of `length` rows, as if the ranges at `without` were free; or None."""
+        """Start of the first free run of `length` rows, as if the ranges at `without` were free; or
+        None.
+        """
         position = 0
         for start in sorted(self._lengths):
             if start in without:
@@ -41,7 +44,9 @@ class RankRanges:
         return position if self.num_rows - position >= length else None
 
     def take(self, length: int) -> int | None:
-        """Own the first free run of `length` rows (>= 1); None and nothing taken if there is none."""
+        """Own the first free run of `length` rows (>= 1); None and nothing taken if there is
+        none.
+        """
         assert length >= 1
         start = self.find(length)
         if start is not None:
@@ -59,7 +64,9 @@ class RankRanges:
 
 
 class LinearLoRA(LinearDelta):
-    """One linear layer's part of the pool: `a` [members, rows, local in], `b` [rows, sum of local widths]."""
+    """One linear layer's part of the pool: `a` [members, rows, local in], `b` [rows, sum of local
+    widths].
+    """
 
     def __init__(
         self, linear: Linear, num_rows: int, dtype: torch.dtype, device: torch.device
@@ -68,8 +75,8 @@ class LinearLoRA(LinearDelta):
         self.ops: OpSet = linear.ops
         self.widths = linear.widths
         shape = (len(linear.members), num_rows, linear.in_features)
-        self.a = torch.zeros(shape, dtype=dtype, device=device)
-        self.b = torch.zeros((num_rows, sum(linear.widths)), dtype=dtype, device=device)
+        self.a = device.zeros(shape, dtype)
+        self.b = device.zeros((num_rows, sum(linear.widths)), dtype)
 
     @staticmethod
     def bytes_per_row(linear: Linear, dtype: torch.dtype) -> int:
@@ -117,9 +124,7 @@ class RankPool:
         self.receipt: Receipt = ledger.reserve(
             "lora_manager", self.bytes_per_row * num_rows, f"rank pool of {num_rows} rows"
         )
-        self._layers = [
-            LinearLoRA(linear, num_rows, model.dtype, device.torch_device) for linear in linears
-        ]
+        self._layers = [LinearLoRA(linear, num_rows, model.dtype, device) for linear in linears]
         for linear, layer in zip(linears, self._layers, strict=True):
             linear.delta = layer
 

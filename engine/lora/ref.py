@@ -1,4 +1,6 @@
-"""Names and identities of adapters. A `lora_id` exists once per load: never a name, a path or user input."""
+"""Names and identities of adapters. A `lora_id` exists once per load: never a name, a path or user
+input.
+"""
 
 import uuid
 from dataclasses import dataclass, field

@@ -1,6 +1,8 @@
-"""Residency: which adapters hold a slot and a row range of the pool, and who must go when another comes.
+"""Residency: which adapters hold a slot and a row range of the pool, and who must go when another
+comes.
 
-Adapters with running requests and pinned ones are never evicted. Knows identities (`lora_id`), no names.
+Adapters with running requests and pinned ones are never evicted. Knows identities (`lora_id`), no
+names.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,9 @@ from engine.lora.rank_pool import RankRanges, aligned_rank
 
 @dataclass(slots=True)
 class Resident:
-    """An adapter in the pool: `row_start` and `num_rows` of its range, `users` = running requests."""
+    """An adapter in the pool: `row_start` and `num_rows` of its range, `users` = running
+    requests.
+    """
 
     lora_id: str
     row_start: int
@@ -48,15 +52,18 @@ class Slots:
         num_pinned = sum(resident.pinned for resident in self._residents.values())
         if num_pinned + 1 >= self.num_slots:
             raise AdapterError(
-                f"pinned: {num_pinned} of {self.num_slots} slots are pinned and one must stay free for "
+                f"pinned: {num_pinned} of {self.num_slots} slots are pinned and one must stay "
+                "free for "
                 "the others; unload a pinned adapter or raise lora.max_loras_per_batch"
             )
 
     def place(self, lora_id: str, rank: int, *, pinned: bool, evict: bool) -> Resident | None:
-        """Give `lora_id` a slot and a range, evicting idle adapters if allowed; None if there is no room now.
+        """Give `lora_id` a slot and a range, evicting idle adapters if allowed; None if there is no
+        room now.
 
-        The range's contents are stale until written. Nothing is evicted when that would not make enough room.
-        Raises AdapterError, with nothing placed, if pinning it could leave other adapters without room for ever.
+        The range's contents are stale until written. Nothing is evicted when that would not make
+        enough room. Raises AdapterError, with nothing placed, if pinning it could leave other
+        adapters without room for ever.
         """
         assert lora_id not in self._residents
         if pinned:
@@ -75,7 +82,8 @@ class Slots:
         if pinned and not self._largest_rank_fits():
             self.remove(lora_id)
             raise AdapterError(
-                f"pinned: rows {start} to {start + num_rows} of {self.ranges.num_rows} would leave no "
+                f"pinned: rows {start} to {start + num_rows} of {self.ranges.num_rows} would "
+                "leave no "
                 f"room for an adapter of rank {self.max_rank}; raise lora.pool_rank_rows or lower "
                 "lora.max_lora_rank"
             )

@@ -1,7 +1,7 @@
 """The audit at the end of a start: what the ledger says against what the device's allocator holds.
 
-Unexplained bytes are a defect, not a margin: they are logged as a warning. Devices without an allocator to ask
-(plain host memory) are not audited.
+Unexplained bytes are a defect, not a margin: they are logged as a warning. Devices without an
+allocator to ask (plain host memory) are not audited.
 """
 
 from loguru import logger
@@ -15,7 +15,9 @@ TOLERATED_SHARE = 0.005
 
 
 class MemoryAudit:
-    """Compares once, when it is built. `unexplained_bytes` is None where there is nothing to ask."""
+    """Compares once, when it is built. `unexplained_bytes` is None where there is nothing to
+    ask.
+    """
 
     def __init__(self, plan: MemoryPlan, kv_pool: KVPool, device: Device) -> None:
         explained = plan.reserved_bytes + kv_pool.num_bytes

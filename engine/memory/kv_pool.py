@@ -3,7 +3,6 @@
 Pages of all layers are allocated at once; who holds which page is the page allocator's business.
 """
 
-import torch
 from loguru import logger
 
 from engine.config import MemoryConfig
@@ -15,12 +14,18 @@ from engine.models.decoder import DecoderModel
 
 
 class KVPool:
-    """`keys[layer]` and `values[layer]`: [num_pages, page_size, kv_heads, head_dim] in the model's dtype."""
+    """`keys[layer]`, `values[layer]`: [num_pages, kv_heads, page_size, head_dim] in the model
+    dtype.
+
+    Zeroed: a masked position must hold a finite number.
+    """
 
     def __init__(
         self, cfg: MemoryConfig, plan: MemoryPlan, model: DecoderModel, device: Device
     ) -> None:
-        """Take what the plan leaves, or `memory.max_kv_tokens` if that is less. CapacityError under one page."""
+        """Take what the plan leaves, or `memory.max_kv_tokens` if that is less. CapacityError under
+        one page.
+        """
         heads, head_dim, layers = model.kv_shape
         self.plan = plan
         self.page_size = cfg.page_size
@@ -31,13 +36,14 @@ class KVPool:
             self.num_pages = min(self.num_pages, -(-cfg.max_kv_tokens // cfg.page_size))
         if self.num_pages < 1:
             raise CapacityError(
-                f"kv_pool: one page of {cfg.page_size} tokens needs {format_bytes(page_bytes)}, the plan leaves "
-                f"{format_bytes(plan.kv_bytes)}; raise memory.fraction or device.memory_bytes, or reserve less:\n"
-                + plan.render(0, "no page fits")
+                f"kv_pool: one page of {cfg.page_size} tokens needs "
+                f"{format_bytes(page_bytes)}, the plan leaves "
+                f"{format_bytes(plan.kv_bytes)}; raise memory.fraction or device.memory_bytes, "
+                "or reserve less:\n" + plan.render(0, "no page fits")
             )
-        shape = (layers, self.num_pages, cfg.page_size, heads, head_dim)
-        self.keys = torch.empty(shape, dtype=model.dtype, device=device.torch_device)
-        self.values = torch.empty_like(self.keys)
+        shape = (layers, self.num_pages, heads, cfg.page_size, head_dim)
+        self.keys = device.zeros(shape, model.dtype)
+        self.values = device.zeros(shape, model.dtype)
         logger.info("kv_pool: {} tokens, {}", self.num_tokens, format_bytes(self.num_bytes))
 
     @property

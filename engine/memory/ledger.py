@@ -1,6 +1,7 @@
 """The memory ledger: who reserved how many bytes of the device, and when no more may be reserved.
 
-Knows nothing of tensors. Components take the ledger, reserve, and keep the receipt; the plan seals it.
+Knows nothing of tensors. Components take the ledger, reserve, and keep the receipt; the plan seals
+it.
 """
 
 import threading
@@ -48,13 +49,15 @@ class MemoryLedger:
     def reserve(self, owner: str, num_bytes: int, what: str) -> Receipt:
         """Book `num_bytes` (>= 0) for `owner`, before allocating them.
 
-        Raises WiringError after the seal and CapacityError if the budget does not hold them; both change nothing.
+        Raises WiringError after the seal and CapacityError if the budget does not hold them; both
+        change nothing.
         """
         assert num_bytes >= 0, f"{owner} reserves {num_bytes} bytes"
         with self._lock:
             if self._sealed_by is not None:
                 raise WiringError(
-                    f"{owner}: reserves {format_bytes(num_bytes)} ({what}) after {self._sealed_by} sealed the "
+                    f"{owner}: reserves {format_bytes(num_bytes)} ({what}) after "
+                    f"{self._sealed_by} sealed the "
                     f"ledger; wire {owner} so that {self._sealed_by} needs its receipt"
                 )
             if num_bytes > self.left_bytes:
@@ -64,7 +67,9 @@ class MemoryLedger:
             return receipt
 
     def seal(self, by: str, receipts: tuple[Receipt, ...]) -> None:
-        """Close the ledger; `receipts` must be exactly those handed out, else WiringError names the owners."""
+        """Close the ledger; `receipts` must be exactly those handed out, else WiringError names the
+        owners.
+        """
         with self._lock:
             if self._sealed_by is not None:
                 raise WiringError(f"{by}: seals a ledger that {self._sealed_by} has sealed")
@@ -74,11 +79,13 @@ class MemoryLedger:
             foreign = [r.owner for r in receipts if id(r) not in handed_out]
             if missing:
                 raise WiringError(
-                    f"{by}: seals the ledger without the receipts of {', '.join(missing)}; add them to its receipts"
+                    f"{by}: seals the ledger without the receipts of {', '.join(missing)}; add "
+                    "them to its receipts"
                 )
             if foreign:
                 raise WiringError(
-                    f"{by}: was given receipts of {', '.join(foreign)} from another ledger; wire one ledger to all"
+                    f"{by}: was given receipts of {', '.join(foreign)} from another ledger; "
+                    "wire one ledger to all"
                 )
             self._sealed_by = by
 
@@ -87,9 +94,11 @@ class MemoryLedger:
             ", ".join(f"{r.owner} {format_bytes(r.num_bytes)}" for r in self._receipts) or "nothing"
         )
         return (
-            f"{owner} needs {format_bytes(num_bytes)} ({what}), {format_bytes(self.left_bytes)} of the budget of "
+            f"{owner} needs {format_bytes(num_bytes)} ({what}), "
+            f"{format_bytes(self.left_bytes)} of the budget of "
             f"{format_bytes(self.budget_bytes)} are left (held: {held}); raise memory.fraction or "
-            "device.memory_bytes, or make the model, lora.pool_rank_rows or scheduler.max_step_tokens smaller"
+            "device.memory_bytes, or make the model, lora.pool_rank_rows or "
+            "scheduler.max_step_tokens smaller"
         )
 
 

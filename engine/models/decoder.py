@@ -100,7 +100,9 @@ class DecoderModel:
         ops: OpSet,
         ledger: MemoryLedger,
     ) -> None:
-        """Count on `meta`, reserve, allocate, load. Raises ConfigError, CapacityError, ModelError."""
+        """Count on `meta`, reserve, allocate, load. Raises ConfigError, CapacityError,
+        ModelError.
+        """
         self.spec = checkpoint.spec
         self.name = checkpoint.name
         self.dtype: torch.dtype = getattr(torch, cfg.dtype.value)

@@ -1,7 +1,8 @@
-"""Paged attention: describes a step to the attention kernels and keeps keys and values in the KV pool.
+"""Paged attention: describes a step to the attention kernels and keeps keys and values in the KV
+pool.
 
-Rows with one new token are grouped by context length, so that padding at most doubles a group's work; prompts go
-one by one. Knows pages by number; who owns them is the scheduler's business.
+Rows with one new token are grouped by context length, so that padding at most doubles a group's
+work; prompts go one by one. Knows pages by number; who owns them is the scheduler's business.
 """
 
 import math
@@ -142,7 +143,9 @@ class PagedAttention(AttentionBackend):
         return torch.from_numpy(indexes.ravel()).to(self._device)
 
     def _bias(self, keys: np.ndarray, queries: np.ndarray) -> torch.Tensor:
-        """0 where the query position may read the key position, -inf elsewhere; shapes broadcast."""
+        """0 where the query position may read the key position, -inf elsewhere; shapes
+        broadcast.
+        """
         visible = keys <= queries
         if self._window is not None:
             visible &= keys > queries - self._window

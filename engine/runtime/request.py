@@ -1,4 +1,6 @@
-"""One request's state as the scheduler sees it: token counts, pages, adapter. No text, no tensors."""
+"""One request's state as the scheduler sees it: token counts, pages, adapter. No text, no
+tensors.
+"""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,12 +37,16 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that no forward pass has seen: the rest of the prompt, then the last sampled one."""
+        """Tokens that no forward pass has seen: the rest of the prompt, then the last sampled
+        one.
+        """
         return self.num_tokens - self.num_computed
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that need keys and values if the request runs to its limit (the last sampled one does not)."""
+        """Tokens that need keys and values if the request runs to its limit (the last sampled one
+        does not).
+        """
         return len(self.prompt_ids) + self.params.max_tokens - 1
 
     def token_slice(self, start: int, count: int) -> list[int]:
@@ -62,5 +68,7 @@ class ScheduledRow:
 
     @property
     def samples(self) -> bool:
-        """Whether the step reaches the request's last token, so that its logits give the next one."""
+        """Whether the step reaches the request's last token, so that its logits give the next
+        one.
+        """
         return self.num_new == self.request.num_pending

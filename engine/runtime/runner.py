@@ -1,4 +1,6 @@
-"""The model runner: from scheduled rows to logits. It only delegates: adapters, attention and model own their work."""
+"""The model runner: from scheduled rows to logits. It only delegates: adapters, attention and model
+own their work.
+"""
 
 from collections.abc import Sequence
 
@@ -33,7 +35,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
-        """Logits [N, vocab] of the rows that sample, in the order of `rows`, which must be `order`ed."""
+        """Logits [N, vocab] of the rows that sample, in the order of `rows`, which must be
+        `order`ed.
+        """
         return self.model.forward(self._step(rows), self.attention)
 
     def _step(self, rows: Sequence[ScheduledRow]) -> Step:

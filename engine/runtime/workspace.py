@@ -22,9 +22,9 @@ class Workspace:
 def step_bytes(cfg: SchedulerConfig, model: DecoderModel) -> int:
     """Bytes that are live at once in the largest step.
 
-    Per token: residual, normed input, and one layer's widest pair of input and output (twice, for temporaries).
-    Per row that samples: logits in the model's dtype and in float32. Attention: keys and values of one layer
-    gathered for the longest context.
+    Per token: residual, normed input, and one layer's widest pair of input and output (twice, for
+    temporaries). Per row that samples: logits in the model's dtype and in float32. Attention: keys
+    and values of one layer gathered for the longest context.
     """
     size = model.dtype.itemsize
     spec = model.spec

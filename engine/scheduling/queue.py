@@ -1,7 +1,8 @@
-"""The waiting line: first come, first served, but a request that must wait for its adapter lets others pass.
+"""The waiting line: first come, first served, but a request that must wait for its adapter lets
+others pass.
 
-Passing is bounded: once the oldest request has been passed over `max_skips` times, nobody younger is admitted
-until it is. Knows nothing of pages or slots; the scheduler's gate does.
+Passing is bounded: once the oldest request has been passed over `max_skips` times, nobody younger
+is admitted until it is. Knows nothing of pages or slots; the scheduler's gate does.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +31,9 @@ class WaitingQueue:
         return self._requests.pop(request.request_id, None) is not None
 
     def admit(self, gate: Callable[[Request], bool]) -> list[Request]:
-        """Take out, oldest first, all whom `gate` lets in. A refused request is skipped, within bounds."""
+        """Take out, oldest first, all whom `gate` lets in. A refused request is skipped, within
+        bounds.
+        """
         admitted: list[Request] = []
         passed_over: list[Request] = []
         for request in self._requests.values():

@@ -1,8 +1,9 @@
 """Continuous batching: which tokens of which requests the next step computes.
 
-Decoding rows come first, then prompts in chunks, all within `max_step_tokens`. A request is admitted when a running
-place, its adapter's slot and the pages for its longest possible output are all there; otherwise it waits. Pages are
-committed at admission and handed out as tokens come, so a running request never stops for want of one.
+Decoding rows come first, then prompts in chunks, all within `max_step_tokens`. A request is
+admitted when a running place, its adapter's slot and the pages for its longest possible output are
+all there; otherwise it waits. Pages are committed at admission and handed out as tokens come, so a
+running request never stops for want of one.
 """
 
 from loguru import logger
@@ -11,8 +12,8 @@ from engine.config import SchedulerConfig
 from engine.errors import RequestError
 from engine.lora.manager import LoRAManager
 from engine.memory.pages import PageAllocator
-from engine.scheduling.queue import WaitingQueue
 from engine.runtime.request import FinishReason, Request, ScheduledRow
+from engine.scheduling.queue import WaitingQueue
 
 
 class Scheduler:
@@ -38,8 +39,10 @@ class Scheduler:
         if needed > self.pages.num_pages:
             raise RequestError(
                 f"the request may need {request.max_total_tokens} tokens of KV "
-                f"({len(request.prompt_ids)} prompt + max_tokens {request.params.max_tokens}), the pool has "
-                f"{self.pages.num_pages * self.pages.page_size}; ask for fewer or raise memory.fraction"
+                f"({len(request.prompt_ids)} prompt + max_tokens {request.params.max_tokens}), "
+                "the pool has "
+                f"{self.pages.num_pages * self.pages.page_size}; ask for fewer or raise "
+                "memory.fraction"
             )
         if request.lora_id is not None:
             self.lora_manager.open(request.lora_id)
@@ -52,8 +55,9 @@ class Scheduler:
         by_need = sorted(self.running.values(), key=lambda request: request.num_pending > 1)
         for request in by_need:
             budget -= self._add_row(rows, request, budget)
-        for request in self.waiting.admit(lambda candidate: budget > 0 and self._admit(candidate)):
-            budget -= self._add_row(rows, request, budget)
+        if budget > 0:
+            for request in self.waiting.admit(self._admit):
+                budget -= self._add_row(rows, request, budget)
         return rows
 
     def advance(self, row: ScheduledRow, token_id: int | None) -> None:
@@ -63,7 +67,9 @@ class Scheduler:
             row.request.output_ids.append(token_id)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request, waiting or running, and give back all it holds. Does nothing the second time."""
+        """End a request, waiting or running, and give back all it holds. Does nothing the second
+        time.
+        """
         if request.finish_reason is not None:
             return
         request.finish_reason = reason

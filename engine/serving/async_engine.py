@@ -1,4 +1,6 @@
-"""The engine behind asyncio: steps run on one thread, requests and adapter changes are handed to it between steps."""
+"""The engine behind asyncio: steps run on one thread, requests and adapter changes are handed to it
+between steps.
+"""
 
 import asyncio
 import queue
@@ -18,7 +20,9 @@ _Task = tuple[Callable[[], object], Future[object]]
 
 
 class AsyncEngine:
-    """Use as `async with AsyncEngine(engine) as served:`; the engine must not be stepped by others meanwhile."""
+    """Use as `async with AsyncEngine(engine) as served:`; the engine must not be stepped by others
+    meanwhile.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -37,7 +41,9 @@ class AsyncEngine:
     async def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str | None = None
     ) -> AsyncIterator[TokenEvent]:
-        """Token events as they come. Leaving the loop early aborts the request. Raises RequestError, AdapterError."""
+        """Token events as they come. Leaving the loop early aborts the request. Raises
+        RequestError, AdapterError.
+        """
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[TokenEvent] = asyncio.Queue()
 
@@ -87,7 +93,9 @@ class AsyncEngine:
                     listener(event)
 
     def _run_tasks(self) -> bool:
-        """Run what was handed over, waiting for it when there is nothing to compute; False to stop."""
+        """Run what was handed over, waiting for it when there is nothing to compute; False to
+        stop.
+        """
         while True:
             try:
                 task = self._tasks.get(block=not self.engine.has_work)

@@ -1,4 +1,5 @@
-"""The engine: prompts in, token events out, one `step` at a time. The in-process API of offline use.
+"""The engine: prompts in, token events out, one `step` at a time. The in-process API of offline
+use.
 
 Ties tokenizer, scheduler, runner and sampler together; each of them owns its part. Not thread-safe:
 `engine.serving.async_engine` runs it on a thread of its own.
@@ -68,7 +69,9 @@ class Engine:
     def add_request(
         self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str | None = None
     ) -> int:
-        """Queue a prompt (text, or token ids) and return its request id. Raises RequestError, AdapterError."""
+        """Queue a prompt (text, or token ids) and return its request id. Raises RequestError,
+        AdapterError.
+        """
         params = sampling if sampling is not None else self.sampling_params()
         prompt_ids = self._prompt_ids(prompt, params)
         lora_id = self.lora_manager.resolve(adapter).lora_id if adapter is not None else None
@@ -79,11 +82,15 @@ class Engine:
         return request.request_id
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:
-        """The configured defaults with `overrides`. Raises RequestError on unknown or bad values."""
+        """The configured defaults with `overrides`. Raises RequestError on unknown or bad
+        values.
+        """
         return SamplingParams.from_config(self.cfg, **overrides)
 
     def abort(self, request_id: int) -> None:
-        """End a request early; its pages, slot and place are free at once. Unknown or ended ids are ignored."""
+        """End a request early; its pages, slot and place are free at once. Unknown or ended ids are
+        ignored.
+        """
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             self.scheduler.finish(stream.request, FinishReason.abort)
@@ -93,7 +100,9 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> list[TokenEvent]:
-        """Compute one step. A failing step ends its own requests with reason "error"; the engine goes on."""
+        """Compute one step. A failing step ends its own requests with reason "error"; the engine
+        goes on.
+        """
         rows = self.runner.order(self.scheduler.schedule())
         if not rows:
             return []
@@ -123,7 +132,7 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | None | Sequence[str | None] = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Run prompts to their end in mixed batches; one value for all or one per prompt, in order.
 
@@ -177,7 +186,9 @@ class Engine:
         return _loaded(ref, self.lora_manager.load_lora_adapter_from_tensors(ref, tensors, config))
 
     def unload_adapter(self, name: str) -> None:
-        """Refuse new requests for `name`; running ones finish. Raises AdapterError if it is not loaded."""
+        """Refuse new requests for `name`; running ones finish. Raises AdapterError if it is not
+        loaded.
+        """
         ref = self.lora_manager.resolve(name)
         _loaded(ref, self.lora_manager.unload_lora_adapter(ref))
 
@@ -200,8 +211,10 @@ class Engine:
         limit = self.model.max_model_len
         if len(ids) + params.max_tokens > limit:
             raise RequestError(
-                f"{len(ids)} prompt tokens + max_tokens {params.max_tokens} exceed the model's {limit} "
-                f"positions by {len(ids) + params.max_tokens - limit}; shorten the prompt or lower max_tokens"
+                f"{len(ids)} prompt tokens + max_tokens {params.max_tokens} exceed the model's "
+                f"{limit} "
+                f"positions by {len(ids) + params.max_tokens - limit}; shorten the prompt or "
+                "lower max_tokens"
             )
         return ids
 

@@ -1,4 +1,6 @@
-"""From sampled ids to what a caller sees: text deltas, stop strings, finish reasons, whole completions."""
+"""From sampled ids to what a caller sees: text deltas, stop strings, finish reasons, whole
+completions.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +13,9 @@ from engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One sampled token: its id, the text that became certain with it, and how the request ended, if it did."""
+    """One sampled token: its id, the text that became certain with it, and how the request ended,
+    if it did.
+    """
 
     request_id: int
     token_id: int | None
@@ -50,7 +54,9 @@ class OutputStream:
     def push(
         self, token_id: int, logprobs: TokenLogprobs | None, reason: FinishReason | None
     ) -> TokenEvent:
-        """Take one token; `reason` is set if the request ends with it for reasons other than its text."""
+        """Take one token; `reason` is set if the request ends with it for reasons other than its
+        text.
+        """
         if logprobs is not None:
             self._logprobs.append(logprobs)
         text, stopped = "", False

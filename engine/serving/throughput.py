@@ -1,11 +1,15 @@
-"""Counts tokens and seconds of steps, apart for prompts and for decoding. Knows nothing of requests."""
+"""Counts tokens and seconds of steps, apart for prompts and for decoding. Knows nothing of
+requests.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Throughput:
-    """A step that computes any prompt chunk counts as prefill, with all its tokens; others as decode."""
+    """A step that computes any prompt chunk counts as prefill, with all its tokens; others as
+    decode.
+    """
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0

@@ -1,0 +1,79 @@
+"""One job: config -> container -> command, and everything freed again, whichever way it ends.
+
+Knows nothing of Hydra's command line. Torch and the container are imported inside the functions:
+a config that is refused does not pay for them.
+"""
+
+import gc
+import sys
+import traceback
+from typing import cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from engine.cli.explain import unknown_key
+from engine.cli.schema import surplus_keys
+from engine.commands.result import JobResult
+from engine.config import EngineConfig, LogLevel
+from engine.errors import ConfigError
+
+
+def run_job(cfg: DictConfig) -> JobResult:
+    """Run the command that `cfg` names in a container of its own.
+
+    Raises ConfigError or an omegaconf error on a bad value and whatever the command raises; by then
+    nothing of the container is alive, not even through the exception's traceback.
+    """
+    for key in surplus_keys(cfg):
+        raise ConfigError(unknown_key(key, str(OmegaConf.select(cfg, key))))
+    config = cast(EngineConfig, OmegaConf.to_object(cfg))
+    _log_to_stderr(config.log_level)
+    from engine import wiring
+    from engine.commands import find_command
+
+    container = None
+    try:
+        container = wiring.build(config)
+        return find_command(config.command.name)(container)
+    except Exception as error:
+        _clear_frames(error)
+        raise
+    finally:
+        if container is not None:
+            container.reset_singletons()
+            del container
+        _collect()
+
+
+def _log_to_stderr(level: LogLevel) -> None:
+    from loguru import logger
+
+    logger.remove()
+    logger.add(
+        sys.stderr,
+        level=level.value.upper(),
+        format="<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> {message}",
+        backtrace=False,
+        diagnose=False,
+    )
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the locals of finished frames: they would keep tensors alive as long as the error."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        pending += [link.__cause__, link.__context__]
+
+
+def _collect() -> None:
+    """Free what only cycles hold, then hand cached device memory back."""
+    gc.collect()
+    import torch
+
+    torch.cuda.empty_cache()  # does nothing where CUDA was never used

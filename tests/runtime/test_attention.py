@@ -1,0 +1,96 @@
+"""Paged attention against plain softmax attention over each row's own tokens, pages scattered at
+random.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import KernelsConfig
+from engine.runtime.attention import PagedAttention, RowContext
+
+HEADS, KV_HEADS, DIM, PAGE, NUM_PAGES = 6, 2, 16, 4, 64
+
+
+class Pool:
+    """What the backend needs of a KV pool."""
+
+    page_size = PAGE
+
+    def __init__(self) -> None:
+        self.keys = torch.full((1, NUM_PAGES, KV_HEADS, PAGE, DIM), 1e3)
+        self.values = torch.full_like(self.keys, -1e3)
+
+
+class Spec:
+    def __init__(self, window: int | None) -> None:
+        self.sliding_window = window
+
+
+class Model:
+    kv_shape = (KV_HEADS, DIM, 1)
+    dtype = torch.float32
+
+    def __init__(self, window: int | None) -> None:
+        self.spec = Spec(window)
+
+
+class Cpu:
+    torch_device = torch.device("cpu")
+
+
+class FakeStep:
+    def __init__(self, attention: object) -> None:
+        self.attention = attention
+
+
+def naive(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int | None
+) -> torch.Tensor:
+    """q [n, H, D] at positions start.. over k, v [start + n, K, D]."""
+    out = torch.empty_like(q)
+    for i in range(q.shape[0]):
+        position = start + i
+        low = 0 if window is None else max(0, position - window + 1)
+        for head in range(HEADS):
+            kv = head // (HEADS // KV_HEADS)
+            scores = k[low : position + 1, kv] @ q[i, head] / math.sqrt(DIM)
+            out[i, head] = scores.softmax(0) @ v[low : position + 1, kv]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_chunked_prefill_and_decode_of_a_mixed_batch(window: int | None, chunk: int) -> None:
+    torch.manual_seed(chunk)
+    pool = Pool()
+    backend = PagedAttention(KernelsConfig(), pool, Model(window), Cpu())  # type: ignore[arg-type]
+    lengths = [1, 4, 9, 23, 17]
+    pages = np.random.default_rng(chunk).permutation(NUM_PAGES).tolist()
+    owned = [[pages.pop() for _ in range(-(-length // PAGE))] for length in lengths]
+    qs = [torch.randn(length, HEADS, DIM) for length in lengths]
+    ks = [torch.randn(length, KV_HEADS, DIM) for length in lengths]
+    vs = [torch.randn(length, KV_HEADS, DIM) for length in lengths]
+    done = [0] * len(lengths)
+    results: list[list[torch.Tensor]] = [[] for _ in lengths]
+    while any(d < n for d, n in zip(done, lengths, strict=True)):
+        active = [i for i, n in enumerate(lengths) if done[i] < n]
+        spans = {i: (done[i], min(lengths[i], done[i] + chunk)) for i in active}
+        rows = [RowContext(owned[i], start, stop - start) for i, (start, stop) in spans.items()]
+        step = FakeStep(backend.prepare(rows))
+        q, k, v = (
+            torch.cat([source[i][start:stop] for i, (start, stop) in spans.items()])
+            for source in (qs, ks, vs)
+        )
+        out = backend.attend(0, q, k, v, step).view(-1, HEADS, DIM)  # type: ignore[arg-type]
+        offset = 0
+        for i, (start, stop) in spans.items():
+            results[i].append(out[offset : offset + stop - start])
+            offset += stop - start
+            done[i] = stop
+    for i in range(len(lengths)):
+        torch.testing.assert_close(
+            torch.cat(results[i]), naive(qs[i], ks[i], vs[i], 0, window), atol=1e-5, rtol=1e-5
+        )

@@ -1,0 +1,226 @@
+"""The scheduler under random arrivals, aborts, loads and unloads: all is conserved, nobody starves.
+
+Adapters are real slots and ranges without tensors; the model is a counter that appends tokens.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+from engine.runtime.sampling_params import SamplingParams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.config import EvictionPolicy, SchedulerConfig
+from engine.errors import RequestError
+from engine.lora.slots import Slots
+from engine.memory.pages import PageAllocator
+from engine.runtime.request import FinishReason, Request
+from engine.scheduling.scheduler import Scheduler
+
+
+@dataclass
+class Load:
+    rank: int
+    num_open: int = 0
+    retired: bool = False
+
+
+class Adapters:
+    """Use counts and residency as the LoRA manager keeps them, without weights."""
+
+    def __init__(self, num_slots: int, rows: int) -> None:
+        self.slots = Slots(num_slots, rows, 16, EvictionPolicy.lru)
+        self.loads: dict[str, Load] = {}
+
+    def open(self, lora_id: str) -> None:
+        assert not self.loads[lora_id].retired
+        self.loads[lora_id].num_open += 1
+
+    def close(self, lora_id: str) -> None:
+        self.loads[lora_id].num_open -= 1
+        assert self.loads[lora_id].num_open >= 0
+        self.forget_if_unused(lora_id)
+
+    def retire(self, lora_id: str) -> None:
+        self.loads[lora_id].retired = True
+        self.forget_if_unused(lora_id)
+
+    def forget_if_unused(self, lora_id: str) -> None:
+        load = self.loads[lora_id]
+        if load.retired and load.num_open == 0:
+            if self.slots.get(lora_id) is not None:
+                self.slots.remove(lora_id)
+            del self.loads[lora_id]
+
+    def activate(self, lora_id: str) -> bool:
+        resident = self.slots.get(lora_id) or self.slots.place(
+            lora_id, self.loads[lora_id].rank, pinned=False, evict=True
+        )
+        if resident is None:
+            return False
+        self.slots.use(resident)
+        return True
+
+    def deactivate(self, lora_id: str) -> None:
+        self.slots.release(lora_id)
+
+    def check_integrity(self) -> None:
+        assert len(self.slots.residents) <= self.slots.num_slots
+
+
+class Pool:
+    page_size = 4
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+
+
+def make(num_pages: int = 16, num_slots: int = 2, **cfg: int) -> Scheduler:
+    values = {"max_running_requests": 4, "max_step_tokens": 8, "max_skips": 3} | cfg
+    adapters = Adapters(num_slots, 8 * num_slots + 8)
+    pages = PageAllocator(Pool(num_pages))  # type: ignore[arg-type]
+    return Scheduler(SchedulerConfig(**values), pages, adapters)  # type: ignore[arg-type]
+
+
+def request(request_id: int, prompt: int, new: int, lora_id: str | None = None) -> Request:
+    return Request(request_id, [1] * prompt, SamplingParams(max_tokens=new), 0, lora_id)
+
+
+def run_step(scheduler: Scheduler) -> int:
+    """One step with a model that always answers token 7; requests end at max_tokens."""
+    rows = scheduler.schedule()
+    assert sum(row.num_new for row in rows) <= scheduler.cfg.max_step_tokens
+    adapters = {row.request.lora_id for row in rows} - {None}
+    assert len(adapters) <= scheduler.lora_manager.slots.num_slots  # type: ignore[attr-defined]
+    for row in rows:
+        own = row.request
+        assert len(own.pages) * 4 >= own.num_computed + row.num_new
+        samples = row.samples
+        scheduler.advance(row, 7 if samples else None)
+        if samples and len(own.output_ids) == own.params.max_tokens:
+            scheduler.finish(own, FinishReason.length)
+    return len(rows)
+
+
+class Serving(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = make()
+        self.adapters: Adapters = self.scheduler.lora_manager  # type: ignore[assignment]
+        self.requests: list[Request] = []
+        self.num_loads = 0
+
+    @rule(rank=st.sampled_from([1, 8, 12, 16]))
+    def load(self, rank: int) -> None:
+        self.adapters.loads[f"adapter{self.num_loads}"] = Load(rank)
+        self.num_loads += 1
+
+    @rule(data=st.data())
+    def unload(self, data: st.DataObject) -> None:
+        live = sorted(name for name, load in self.adapters.loads.items() if not load.retired)
+        if live:
+            self.adapters.retire(data.draw(st.sampled_from(live)))
+
+    @rule(prompt=st.integers(1, 40), new=st.integers(1, 10), data=st.data())
+    def submit(self, prompt: int, new: int, data: st.DataObject) -> None:
+        live = sorted(name for name, load in self.adapters.loads.items() if not load.retired)
+        own = request(len(self.requests), prompt, new, data.draw(st.sampled_from([None, *live])))
+        self.scheduler.submit(own)
+        self.requests.append(own)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.scheduler.finish(data.draw(st.sampled_from(self.requests)), FinishReason.abort)
+
+    @rule()
+    def step(self) -> None:
+        run_step(self.scheduler)
+
+    @invariant()
+    def conserved(self) -> None:
+        self.scheduler.check_integrity()
+        open_requests = [r for r in self.requests if r.finish_reason is None]
+        for name, load in self.adapters.loads.items():
+            assert load.num_open == sum(r.lora_id == name for r in open_requests)
+            resident = self.adapters.slots.get(name)
+            users = sum(r.lora_id == name for r in self.scheduler.running.values())
+            assert (resident.users if resident else 0) == users
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            if not self.scheduler.has_work:
+                break
+            assert run_step(self.scheduler) > 0, "work is left and nothing runs"
+        assert not self.scheduler.has_work, "somebody starves"
+        assert all(r.finish_reason is not None for r in self.requests)
+        self.conserved()
+        assert self.scheduler.pages.num_free == self.scheduler.pages.num_pages
+        assert all(resident.users == 0 for resident in self.adapters.slots.residents)
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 6), st.integers(2, 30))
+def test_a_rare_adapter_is_served_while_popular_ones_keep_coming(
+    max_skips: int, prompt: int
+) -> None:
+    scheduler = make(num_slots=1, max_skips=max_skips, max_running_requests=2)
+    scheduler.lora_manager.loads = {"popular": Load(8), "rare": Load(8)}  # type: ignore[attr-defined]
+    rare = request(0, prompt, 3, "rare")
+    for i in range(1, 3):
+        scheduler.submit(request(i, 4, 5, "popular"))
+    run_step(scheduler)
+    scheduler.submit(rare)
+    for i in range(3, 200):
+        scheduler.submit(request(i, 4, 5, "popular"))
+        run_step(scheduler)
+        if rare.finish_reason is not None:
+            return
+    raise AssertionError("the rare adapter starved")
+
+
+def test_a_large_request_is_served_while_small_ones_keep_coming() -> None:
+    scheduler = make(num_pages=8, max_running_requests=4)
+    large = request(0, 30, 2)
+    scheduler.submit(request(1, 4, 3))
+    run_step(scheduler)
+    scheduler.submit(large)
+    for i in range(2, 100):
+        scheduler.submit(request(i, 4, 3))
+        run_step(scheduler)
+        if large.finish_reason is not None:
+            return
+    raise AssertionError("the large request starved")
+
+
+def test_what_can_never_fit_is_refused_at_once_with_numbers() -> None:
+    scheduler = make(num_pages=4)
+    with pytest.raises(
+        RequestError, match=r"may need 20 tokens of KV \(11 prompt \+ max_tokens 10\).* has 16"
+    ):
+        scheduler.submit(request(0, 11, 10))
+    assert not scheduler.has_work
+
+
+def test_prompts_are_cut_into_chunks_and_decoding_goes_first() -> None:
+    scheduler = make(max_step_tokens=8)
+    decoding = request(0, 2, 9)
+    scheduler.submit(decoding)
+    run_step(scheduler)
+    scheduler.submit(request(1, 17, 1))
+    seen = []
+    for _ in range(3):
+        rows = scheduler.schedule()
+        seen.append([(row.request.request_id, row.num_new, row.samples) for row in rows])
+        for row in rows:
+            scheduler.advance(row, 7 if row.samples else None)
+    assert seen == [
+        [(0, 1, True), (1, 7, False)],
+        [(0, 1, True), (1, 7, False)],
+        [(0, 1, True), (1, 3, True)],
+    ]

@@ -1,0 +1,96 @@
+"""The asyncio face of the engine: streams, early leave, adapter changes while others decode."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests_support import random_adapter
+
+from engine.errors import AdapterError, RequestError
+from engine.runtime.request import FinishReason
+from engine.serving.async_engine import AsyncEngine
+from engine.serving.engine import Engine
+
+PROMPT = [1, 267, 334, 339]
+Q = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in (0, 1)}
+
+
+@pytest.fixture
+def engine(bases: Path, make_engine: Any) -> Engine:
+    made: Engine = make_engine(bases / "llama")
+    made.load_adapter_from_tensors("a", *random_adapter(Q, 4, 1))
+    return made
+
+
+def sampling(engine: Engine, max_tokens: int = 8) -> Any:
+    return engine.sampling_params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+async def collect(
+    served: AsyncEngine, prompt: Any, params: Any, adapter: str | None
+) -> tuple[list[int], str, Any]:
+    ids, text, reason = [], "", None
+    async for event in served.stream(prompt, params, adapter):
+        ids.append(event.token_id)
+        text += event.text
+        reason = event.finish_reason
+    return ids, text, reason
+
+
+def test_streams_equal_generate(engine: Engine) -> None:
+    jobs = [([i + 1, *PROMPT], "a" if i % 2 else None) for i in range(10)]
+    expected = [engine.generate([prompt], sampling(engine), name)[0] for prompt, name in jobs]
+
+    async def run() -> list[Any]:
+        async with AsyncEngine(engine) as served:
+            return await asyncio.gather(*(collect(served, p, sampling(engine), n) for p, n in jobs))
+
+    for (ids, text, reason), completion in zip(asyncio.run(run()), expected, strict=True):
+        assert (ids, text, reason) == (
+            list(completion.token_ids),
+            completion.text,
+            FinishReason.length,
+        )
+
+
+def test_leaving_a_stream_frees_everything_and_unload_goes_through(engine: Engine) -> None:
+    async def run() -> None:
+        async with AsyncEngine(engine) as served:
+            stream = served.stream(PROMPT, sampling(engine, 200), "a")
+            async for _ in stream:
+                break
+            await stream.aclose()
+            await served.unload_adapter("a")
+            assert await served.list_adapters() == ()
+
+    asyncio.run(run())
+    assert not engine.has_work
+    assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
+
+
+def test_loading_while_others_decode_changes_nobodys_tokens(engine: Engine, tmp_path: Path) -> None:
+    expected = list(engine.generate([PROMPT], sampling(engine, 40), "a")[0].token_ids)
+
+    async def run() -> list[int]:
+        async with AsyncEngine(engine) as served:
+            task = asyncio.create_task(collect(served, PROMPT, sampling(engine, 40), "a"))
+            await asyncio.sleep(0)
+            with pytest.raises(AdapterError):
+                await served.load_adapter("b", tmp_path)
+            ids, _, _ = await task
+            return ids
+
+    assert asyncio.run(run()) == expected
+
+
+def test_refusals_reach_the_caller(engine: Engine) -> None:
+    async def run() -> None:
+        async with AsyncEngine(engine) as served:
+            with pytest.raises(RequestError, match="the prompt is empty"):
+                await collect(served, [], sampling(engine), None)
+            with pytest.raises(AdapterError, match="'b' is not loaded"):
+                await collect(served, PROMPT, sampling(engine), "b")
+            assert (await collect(served, PROMPT, sampling(engine), None))[2] is FinishReason.length
+
+    asyncio.run(run())
