@@ -5,6 +5,7 @@ top of this module imports torch, so that `--help`, `--cfg job` and completion a
 """
 
 import os
+import signal
 import sys
 import traceback
 
@@ -15,6 +16,7 @@ from omegaconf import DictConfig
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from engine.cli.explain import explain
+from engine.cli.help import help_text, wants_help
 from engine.cli.schema import register_schema
 from engine.cli.sweep import JobRow, Sweep
 
@@ -24,6 +26,10 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line and exit with its status: 0, 1 if any job failed, 130 on Ctrl-C."""
+    if wants_help(sys.argv[1:]):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a word
+        print(help_text(sys.argv[1:]))
+        return
     wants_tracebacks = os.environ.get(FULL_ERROR) == "1"
     os.environ[FULL_ERROR] = "1"  # Hydra then raises what it would print, it is explained here
     register_schema()

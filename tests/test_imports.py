@@ -1,6 +1,4 @@
-"""The layout holds: imports go from low to high, no bare or relative imports, no file over 400
-lines.
-"""
+"""The layout: imports go from low to high, none is bare or relative, no file is over 400 lines."""
 
 import ast
 from collections.abc import Iterator

@@ -1,21 +1,20 @@
-"""The adapters of one step: which tokens use which rows of the rank pool, cut into tiles for the
-kernels.
+"""The adapters of one step: which tokens use which rows of the rank pool, as the kernels want it.
 
-Tokens come sorted by their adapter's place in the pool, base tokens first. A tile covers
-neighbouring adapters: one tile an adapter does the least arithmetic, one tile for all the fewest
-calls; the cheapest cut is found by dynamic programming over a two-number cost model.
+Tokens come sorted by their adapter's place in the pool, base tokens first. Adapters with many
+tokens become spans; those with few are put together into runs of neighbouring rank blocks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.lora import LoRATile
+from engine.kernels.lora import BLOCK_ROWS, LoRABlocks, LoRASpan
 
-# What one tile costs besides arithmetic, in (token x rank row) units. Fitted on the CPU with
-# SmolLM2: a tile makes
-# about 20 small calls a layer, a token x row about 20k multiply-adds.
-TILE_COST = 110
+# An adapter with more tokens than this in a step is a span of its own.
+MAX_BLOCK_TOKENS = 16
+# Idle blocks between two adapters that are computed for nothing rather than starting another run.
+MAX_IDLE_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,48 +29,55 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class LoRABatch:
-    """Tiles of a step, in token order."""
+    """A step's tokens by adapter; together the two parts cover every adapter's token once."""
 
-    tiles: tuple[LoRATile, ...]
+    spans: tuple[LoRASpan, ...]
+    blocks: tuple[LoRABlocks, ...]
 
     @classmethod
-    def bind(
-        cls, segments: tuple[Segment, ...], dtype: torch.dtype, device: torch.device
-    ) -> "LoRABatch":
-        """`segments` must ascend in tokens and in rows, one per adapter."""
-        return cls(tuple(_tile(segments[i:j], dtype, device) for i, j in cheapest_cuts(segments)))
+    def bind(cls, segments: Sequence[Segment], device: torch.device) -> "LoRABatch":
+        """`segments` must ascend in tokens and in rows, one per adapter, rows in whole blocks."""
+        spans, few = [], []
+        for segment in segments:
+            if segment.stop - segment.start > MAX_BLOCK_TOKENS:
+                rows = segment.row_start, segment.row_stop
+                spans.append(LoRASpan(segment.start, segment.stop, *rows))
+            else:
+                few.append(segment)
+        return cls(tuple(spans), tuple(_blocks(run, device) for run in _runs(few)))
 
 
-def cheapest_cuts(segments: tuple[Segment, ...]) -> list[tuple[int, int]]:
-    """Cut `segments` into runs (i, j) so that sum(TILE_COST + tokens x rows) over the runs is
-    least.
-    """
-    best: list[float] = [0.0]
-    cut_before: list[int] = [0]
-    for j in range(1, len(segments) + 1):
-        options = []
-        for i in range(j):
-            tokens = segments[j - 1].stop - segments[i].start
-            rows = segments[j - 1].row_stop - segments[i].row_start
-            options.append((best[i] + TILE_COST + tokens * rows, i))
-        cost, i = min(options)
-        best.append(cost)
-        cut_before.append(i)
-    runs: list[tuple[int, int]] = []
-    end = len(segments)
-    while end:
-        runs.append((cut_before[end], end))
-        end = cut_before[end]
-    return runs[::-1]
+def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Segments whose blocks lie together, up to MAX_IDLE_BLOCKS apart."""
+    runs: list[list[Segment]] = []
+    for segment in segments:
+        gap = segment.row_start - runs[-1][-1].row_stop if runs else 0
+        if not runs or gap > MAX_IDLE_BLOCKS * BLOCK_ROWS:
+            runs.append([])
+        runs[-1].append(segment)
+    return runs
 
 
-def _tile(run: tuple[Segment, ...], dtype: torch.dtype, device: torch.device) -> LoRATile:
-    start, stop = run[0].start, run[-1].stop
+def _blocks(run: Sequence[Segment], device: torch.device) -> LoRABlocks:
     row_start, row_stop = run[0].row_start, run[-1].row_stop
-    if len(run) == 1:
-        return LoRATile(start, stop, row_start, row_stop, None)
-    mask = torch.zeros((stop - start, row_stop - row_start), dtype=dtype)
+    width = max(segment.stop - segment.start for segment in run)
+    num_blocks = (row_stop - row_start) // BLOCK_ROWS
+    tokens = torch.zeros((num_blocks, width), dtype=torch.int64)
+    real = torch.zeros((num_blocks, width), dtype=torch.bool)
     for segment in run:
-        tokens = slice(segment.start - start, segment.stop - start)
-        mask[tokens, segment.row_start - row_start : segment.row_stop - row_start] = 1
-    return LoRATile(start, stop, row_start, row_stop, mask.to(device))
+        first = (segment.row_start - row_start) // BLOCK_ROWS
+        last = (segment.row_stop - row_start) // BLOCK_ROWS
+        count = segment.stop - segment.start
+        tokens[first:last, :count] = torch.arange(segment.start, segment.stop)
+        real[first:last, :count] = True
+    places = real.view(-1).nonzero().view(-1)
+    flat = tokens.view(-1)
+    all_real = len(places) == len(flat)
+    return LoRABlocks(
+        row_start,
+        row_stop,
+        width,
+        flat.to(device),
+        None if all_real else places.to(device),
+        flat[places].to(device),
+    )

@@ -52,7 +52,6 @@ class LoRAManager:
         self.max_rank = cfg.max_lora_rank
         self.max_loras_per_batch = cfg.max_loras_per_batch
         self._device = device
-        self._dtype = model.dtype
         num_rows = _pool_rows(cfg)
         self._pool = RankPool(model, num_rows, device, ledger)
         self._slots = Slots(cfg.max_loras_per_batch, num_rows, cfg.max_lora_rank, cfg.eviction)
@@ -172,7 +171,7 @@ class LoRAManager:
         if not key:
             return None
         if self._bound is None or self._bound[0] != key:
-            self._bound = (key, LoRABatch.bind(key, self._dtype, self._device.torch_device))
+            self._bound = (key, LoRABatch.bind(key, self._device.torch_device))
         return self._bound[1]
 
     def check_integrity(self) -> None:

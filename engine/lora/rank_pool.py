@@ -8,6 +8,7 @@ the slots' business.
 import torch
 
 from engine.device import Device
+from engine.kernels.lora import BLOCK_ROWS
 from engine.layers.linear import Linear, LinearDelta
 from engine.layers.opset import OpSet
 from engine.lora.adapter import HostAdapter
@@ -15,12 +16,10 @@ from engine.lora.batch import LoRABatch
 from engine.memory.ledger import MemoryLedger, Receipt
 from engine.models.decoder import DecoderModel
 
-RANK_ALIGNMENT = 8
-
 
 def aligned_rank(rank: int) -> int:
     """Rows that an adapter of `rank` occupies."""
-    return -(-rank // RANK_ALIGNMENT) * RANK_ALIGNMENT
+    return -(-rank // BLOCK_ROWS) * BLOCK_ROWS
 
 
 class RankRanges:
@@ -64,7 +63,7 @@ class RankRanges:
 
 
 class LinearLoRA(LinearDelta):
-    """One linear layer's part of the pool: `a` [members, rows, local in], `b` [rows, sum of local
+    """One linear layer's part of the pool: `a` [rows, members, local in], `b` [rows, sum of local
     widths].
     """
 
@@ -74,7 +73,7 @@ class LinearLoRA(LinearDelta):
         self.linear = linear
         self.ops: OpSet = linear.ops
         self.widths = linear.widths
-        shape = (len(linear.members), num_rows, linear.in_features)
+        shape = (num_rows, len(linear.members), linear.in_features)
         self.a = device.zeros(shape, dtype)
         self.b = device.zeros((num_rows, sum(linear.widths)), dtype)
 
@@ -85,7 +84,7 @@ class LinearLoRA(LinearDelta):
 
     def add(self, x: torch.Tensor, y: torch.Tensor, batch: LoRABatch) -> None:
         """y [T, O] += the bound adapters' deltas of x [T, I]."""
-        self.ops.add_lora(x, y, self.a, self.b, self.widths, batch.tiles)
+        self.ops.add_lora(x, y, self.a, self.b, self.widths, batch.spans, batch.blocks)
 
     def write(self, start: int, length: int, adapter: HostAdapter) -> None:
         """Write rows `start`..`start + length` whole: the adapter's pairs, zeros where it has none.
@@ -93,7 +92,7 @@ class LinearLoRA(LinearDelta):
         The scaling is folded into B in float32 before the one cast to the pool's dtype.
         """
         rows = slice(start, start + length)
-        self.a[:, rows].zero_()
+        self.a[rows].zero_()
         self.b[rows].zero_()
         column = 0
         for index, (member, width) in enumerate(zip(self.linear.members, self.widths, strict=True)):
@@ -104,7 +103,7 @@ class LinearLoRA(LinearDelta):
                 in_start, out_start = self.linear.shard_starts(index)
                 a = pair.a.narrow(1, in_start, self.linear.in_features)
                 b = pair.b.narrow(0, out_start, width).float().mul(pair.scaling)
-                self.a[index, own].copy_(a)
+                self.a[own, index].copy_(a)
                 self.b[own, column : column + width].copy_(b.t())
             column += width
 

@@ -1,4 +1,4 @@
-"""The command line as a user types it, in processes of its own: exit codes, streams, time, sweeps."""
+"""The command line as a user types it, each time a new process: status, streams, time, sweeps."""
 
 import os
 import signal

@@ -3,7 +3,6 @@
 import gc
 import math
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,11 +33,15 @@ def test_table() -> None:
     ]
 
 
+class Big:
+    """Stands for a tensor: weak references can tell whether it is alive."""
+
+
 class Container:
     """Holds one big thing in a singleton, in a cycle as real containers do."""
 
     def __init__(self) -> None:
-        self.big: Any = SimpleNamespace()
+        self.big: Any = Big()
         self.me = self
 
     def reset_singletons(self) -> None:

@@ -1,59 +1,60 @@
-"""LoRA over the rank pool against one adapter at a time, for random tilings of the batch."""
-
-from itertools import pairwise
+"""LoRA over the rank pool against one token at a time, for random adapters, tokens and gaps."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.lora import LoRATile, add_lora
+from engine.kernels.lora import add_lora
+from engine.lora.batch import MAX_BLOCK_TOKENS, LoRABatch, Segment
 
-WIDTHS = (12, 4, 4)
 IN = 10
+shapes = st.lists(
+    st.tuples(
+        st.integers(1, 2 * MAX_BLOCK_TOKENS),
+        st.sampled_from([8, 16, 24]),
+        st.sampled_from([0, 8, 24, 40]),
+    ),
+    min_size=1,
+    max_size=5,
+)
 
 
-def masked_tile(owners: list[tuple[int, int]], start: int, stop: int) -> LoRATile:
-    """A tile over tokens start..stop whose owners are (row_start, row_stop) per token."""
-    own = owners[start:stop]
-    low, high = min(row for row, _ in own), max(row for _, row in own)
-    mask = torch.zeros(stop - start, high - low)
-    for token, (row_start, row_stop) in enumerate(own):
-        mask[token, row_start - low : row_stop - low] = 1
-    return LoRATile(start, stop, low, high, mask)
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_any_tiling_equals_one_by_one(data: st.DataObject) -> None:
-    lengths = data.draw(st.lists(st.sampled_from([8, 16, 24]), min_size=1, max_size=4))
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    ranges = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-    num_base = data.draw(st.integers(0, 3))
-    counts = data.draw(st.lists(st.integers(1, 4), min_size=len(ranges), max_size=len(ranges)))
-    owners = [own for own, count in zip(ranges, counts, strict=True) for _ in range(count)]
-    total = num_base + len(owners)
-    cuts = data.draw(st.sets(st.integers(1, max(1, len(owners) - 1))))
-    edges = [0, *sorted(cut for cut in cuts if cut < len(owners)), len(owners)]
-
-    torch.manual_seed(total)
-    a, b = torch.randn(3, sum(lengths), IN), torch.randn(sum(lengths), sum(WIDTHS))
-    x, y = torch.randn(total, IN), torch.randn(total, sum(WIDTHS))
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes, num_base=st.integers(0, 3), widths=st.sampled_from([(12, 4, 4), (6, 6), (9,)]))
+def test_any_mix_equals_one_by_one(
+    shape: list[tuple[int, int, int]], num_base: int, widths: tuple[int, ...]
+) -> None:
+    segments, token, row = [], num_base, 0
+    for count, rows, gap in shape:
+        row += gap
+        segments.append(Segment(token, token + count, row, row + rows))
+        token, row = token + count, row + rows
+    torch.manual_seed(token)
+    a, b = torch.randn(row, len(widths), IN), torch.randn(row, sum(widths))
+    x, y = torch.randn(token, IN), torch.randn(token, sum(widths))
     expected = y.double()
-    for token, (row_start, row_stop) in enumerate(owners, start=num_base):
-        column = 0
-        for member, width in enumerate(WIDTHS):
-            h = a[member, row_start:row_stop].double() @ x[token].double()
-            delta = h @ b[row_start:row_stop, column : column + width].double()
-            expected[token, column : column + width] += delta
-            column += width
-
-    base = [(0, 0)] * num_base
-    tiles = tuple(
-        masked_tile(base + owners, num_base + low, num_base + high)
-        for low, high in pairwise(edges)
-        if high > low
-    )
+    for segment in segments:
+        rows = slice(segment.row_start, segment.row_stop)
+        for own in range(segment.start, segment.stop):
+            column = 0
+            for member, width in enumerate(widths):
+                h = a[rows, member].double() @ x[own].double()
+                delta = h @ b[rows, column : column + width].double()
+                expected[own, column : column + width] += delta
+                column += width
     untouched = y[:num_base].clone()
-    add_lora(x, y, a, b, WIDTHS, tiles)
+    batch = LoRABatch.bind(segments, torch.device("cpu"))
+    add_lora(x, y, a, b, widths, batch.spans, batch.blocks)
     torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(y[:num_base], untouched)
+
+
+def test_idle_rows_between_adapters_disturb_nobody() -> None:
+    """Rows that no token owns may hold anything, even infinities."""
+    a, b = torch.full((24, 1, IN), torch.inf), torch.full((24, 4), torch.nan)
+    a[:8], b[:8], a[16:], b[16:] = 1.0, 1.0, 2.0, 1.0
+    batch = LoRABatch.bind([Segment(0, 2, 0, 8), Segment(2, 3, 16, 24)], torch.device("cpu"))
+    assert len(batch.blocks) == 1, "the gap is computed through"
+    x, y = torch.ones(3, IN), torch.zeros(3, 4)
+    add_lora(x, y, a, b, (4,), batch.spans, batch.blocks)
+    assert y.tolist() == [[80.0] * 4] * 2 + [[160.0] * 4]

@@ -1,6 +1,4 @@
-"""The wheel holds one top-level name with everything in it, and works where PyPI's `kernels` is
-installed.
-"""
+"""The wheel: one top-level name with everything in it; it works beside PyPI's `kernels`."""
 
 import os
 import shutil

@@ -1,0 +1,187 @@
+"""From a config to a checked container: replaced components, the user's own, then the static check.
+
+Knows which providers there are only through the container. The rules are in `wiring_check`, what
+they are read off in `wiring_graph`.
+"""
+
+import ast
+import traceback
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dependency_injector import providers
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, WiringError
+from engine.wiring_check import check
+from engine.wiring_diagram import diagram
+from engine.wiring_graph import ENGINE, PLAN, RECEIPTS, Graph, live, static_value
+from engine.wiring_types import Call, did_you_mean
+
+if TYPE_CHECKING:
+    from engine.containers import EngineContainer
+
+__all__ = ["Component", "build", "check", "diagram"]
+
+TARGET = "_target_"
+_T = TypeVar("_T")
+
+
+class Component(providers.Singleton[_T]):
+    """A Singleton whose class the config may replace: `_target_` in the section given as `cfg=`."""
+
+
+def build(
+    config: EngineConfig, container_class: "type[EngineContainer] | None" = None
+) -> "EngineContainer":
+    """The checked container of `config`; nothing in it is built yet, `container.engine()` does.
+
+    `container_class` replaces EngineContainer by one derived from it. Raises ConfigError for a
+    `_target_` or an entry of `components` that cannot be used, WiringError for faults of the graph.
+    """
+    container = (container_class or _container_class())(config=config)
+    faults = [*_replace_components(container), *_add_components(container, config.components)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    check(container)
+    return container
+
+
+def _container_class() -> "type[EngineContainer]":
+    """Import the composition root; a provider used above its definition is a WiringError."""
+    try:
+        from engine.containers import EngineContainer
+    except NameError as error:
+        raise _moved_line(error) from error
+    return EngineContainer
+
+
+def _moved_line(error: NameError) -> Exception:
+    """The WiringError for a NameError of a container's class body, other errors as they are."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if Path(frame.filename).name != "containers.py":
+        return error
+    defined: dict[str, int] = {}
+    for node in ast.walk(ast.parse(Path(frame.filename).read_text())):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.setdefault(node.id, node.lineno)
+    name = str(error.name)
+    where = f"containers.py:{frame.lineno}: {name}"
+    if name in defined:
+        return WiringError(
+            f"{where}: is used above its definition in line {defined[name]}; providers "
+            "stand in start-up order, move that definition up or this one down"
+        )
+    return WiringError(f"{where}: is no provider{did_you_mean(name, defined)}")
+
+
+# ---------------------------------------------------------------------- components of one's own
+
+
+def _replace_components(container: Any) -> list[str]:
+    """Let every Component provide the class that its config section names."""
+    faults = []
+    for provider in container.providers.values():
+        if not isinstance(provider, Component):
+            continue
+        section = provider.kwargs.get("cfg")
+        known, value = static_value(section)
+        target = getattr(value, TARGET, None) if known else None
+        if not isinstance(target, str) or not isinstance(section, providers.AttributeGetter):
+            continue
+        expected: Any = provider.provides
+        found, fault = _find_class(f"{section.name}.{TARGET}", target)
+        if found is not None and not issubclass(found, expected):
+            fault = (
+                f"{section.name}.{TARGET}: {target} is not a {expected.__name__}; derive it from "
+                f"{expected.__module__}.{expected.__qualname__}"
+            )
+        if fault:
+            faults.append(fault)
+        elif found is not None:
+            provider.set_provides(found)
+    return faults
+
+
+def _find_class(key: str, path: str) -> tuple[type | None, str]:
+    """Import the class at `path` ("package.module.Class"), or say why that fails."""
+    module_name, _, class_name = path.rpartition(".")
+    if not module_name:
+        return None, f"{key}: got {path!r}, expected package.module.Class"
+    try:
+        module = import_module(module_name)
+    except Exception as error:  # the module is the user's own, anything may happen in it
+        reason = f"{type(error).__name__}: {error}"
+        return None, f"{key}: cannot import {path!r} ({reason}); give package.module.Class"
+    found = getattr(module, class_name, None)
+    if found is None:
+        hint = did_you_mean(class_name, vars(module))
+        return None, f"{key}: module {module_name!r} has no {class_name!r}{hint}"
+    if not isinstance(found, type):
+        return None, f"{key}: {path!r} is a {type(found).__name__}, expected a class"
+    return found, ""
+
+
+def _add_components(container: Any, components: Mapping[str, Any]) -> list[str]:
+    """Add a Singleton for each of the user's components, wired by the names of its parameters."""
+    faults: list[str] = []
+    added: dict[str, Any] = {}
+    for name, entry in components.items():
+        found, fault = _component_class(container, name, entry)
+        if found is None:
+            faults.append(fault)
+        else:
+            added[name] = providers.Singleton(found)
+    for name, provider in added.items():
+        container.set_provider(name, provider)
+    for name, provider in added.items():
+        values = {key: value for key, value in components[name].items() if key != TARGET}
+        call = Call(provider.provides)
+        if ENGINE in call.keywords and ENGINE not in values:
+            faults.append(
+                f"components.{name}: {call.name} takes '{ENGINE}', which is built from all "
+                f"components; take parts of it ({', '.join(_parts(container))})"
+            )
+        wires = {
+            key: container.providers[key] for key in call.keywords if key in container.providers
+        }
+        own = {key: providers.Object(value) for key, value in values.items()}
+        provider.set_kwargs(**(wires | own))
+    if added and not faults:
+        _order_components(container, added)
+    return faults
+
+
+def _component_class(container: Any, name: str, entry: Any) -> tuple[type | None, str]:
+    key = f"components.{name}"
+    if not isinstance(entry, Mapping) or not isinstance(entry.get(TARGET), str):
+        return None, f"{key}: got {entry!r}, expected {{{TARGET}: package.module.Class, ...}}"
+    if name in container.providers:
+        provider = container.providers[name]
+        section = provider.kwargs["cfg"].name if isinstance(provider, Component) else None
+        advice = f"replace it by {section}.{TARGET}" if section else "choose another name"
+        return None, f"{key}: the engine has a '{name}' of its own; {advice}"
+    if not name.isidentifier() or hasattr(container, name):
+        return None, f"{key}: {name!r} cannot be the name of a component; choose another"
+    return _find_class(f"{key}.{TARGET}", entry[TARGET])
+
+
+def _parts(container: Any) -> list[str]:
+    engine: Any = live(container.providers[ENGINE])
+    return [key for key in engine.kwargs if key in container.providers]
+
+
+def _order_components(container: Any, added: Mapping[str, Any]) -> None:
+    """Hand receipts of those that reserve to the plan, and all of them to the engine.
+
+    A reserver that itself needs the plan comes too late: it gets no place, `check` refuses it.
+    """
+    graph = Graph(container)
+    plan: Any = graph.named[PLAN]
+    engine: Any = graph.named[ENGINE]
+    for provider in added.values():
+        if provider in graph.reservers and plan not in graph.upstream(provider):
+            plan.kwargs[RECEIPTS].add_args(provider.provided.receipt)
+    engine.add_attributes(components=providers.Dict(**added))
