@@ -6,10 +6,6 @@ stands here.
 """
 
 from dependency_injector import containers, providers
-from engine.runtime.sampler import Sampler
-from engine.text.tokenizer import Tokenizer
-from engine.weights.checkpoint import open_checkpoint
-from engine.wiring import Component
 
 from engine.config import EngineConfig
 from engine.device import Device
@@ -24,9 +20,13 @@ from engine.models.decoder import DecoderModel
 from engine.parallel.topology import Topology
 from engine.runtime.attention import PagedAttention
 from engine.runtime.runner import ModelRunner
+from engine.runtime.sampler import Sampler
 from engine.runtime.workspace import Workspace
 from engine.scheduling.scheduler import Scheduler
 from engine.serving.engine import Engine
+from engine.text.tokenizer import Tokenizer
+from engine.weights.checkpoint import open_checkpoint
+from engine.wiring import Component
 
 
 class EngineContainer(containers.DeclarativeContainer):

@@ -17,8 +17,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, WiringError
 from engine.wiring_check import check
 from engine.wiring_diagram import diagram
-from engine.wiring_graph import ENGINE, PLAN, RECEIPTS, Graph, live, static_value
-from engine.wiring_types import Call, did_you_mean
+from engine.wiring_graph import ENGINE, PLAN, RECEIPT, RECEIPTS, Graph, live, static_value
+from engine.wiring_types import Call, attribute_of, did_you_mean, nearest
 
 if TYPE_CHECKING:
     from engine.containers import EngineContainer
@@ -54,27 +54,28 @@ def _container_class() -> "type[EngineContainer]":
     try:
         from engine.containers import EngineContainer
     except NameError as error:
-        raise _moved_line(error) from error
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        if Path(frame.filename).name != "containers.py":
+            raise
+        raise WiringError(_moved_line(str(error.name), frame)) from error
     return EngineContainer
 
 
-def _moved_line(error: NameError) -> Exception:
-    """The WiringError for a NameError of a container's class body, other errors as they are."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    if Path(frame.filename).name != "containers.py":
-        return error
+def _moved_line(name: str, frame: traceback.FrameSummary) -> str:
+    """Why `name` is unknown at the line of the composition root where `frame` stands."""
     defined: dict[str, int] = {}
     for node in ast.walk(ast.parse(Path(frame.filename).read_text())):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             defined.setdefault(node.id, node.lineno)
-    name = str(error.name)
-    where = f"containers.py:{frame.lineno}: {name}"
+        elif isinstance(node, ast.alias):
+            defined.setdefault(node.asname or node.name, 0)
+    where = f"containers.py:{frame.lineno}"
     if name in defined:
-        return WiringError(
-            f"{where}: is used above its definition in line {defined[name]}; providers "
+        return (
+            f"{where}: '{name}' is used above its definition in line {defined[name]}; providers "
             "stand in start-up order, move that definition up or this one down"
         )
-    return WiringError(f"{where}: is no provider{did_you_mean(name, defined)}")
+    return f"{where}: '{name}' is not defined{did_you_mean(nearest(name, defined))}"
 
 
 # ---------------------------------------------------------------------- components of one's own
@@ -117,7 +118,7 @@ def _find_class(key: str, path: str) -> tuple[type | None, str]:
         return None, f"{key}: cannot import {path!r} ({reason}); give package.module.Class"
     found = getattr(module, class_name, None)
     if found is None:
-        hint = did_you_mean(class_name, vars(module))
+        hint = did_you_mean(nearest(class_name, vars(module)))
         return None, f"{key}: module {module_name!r} has no {class_name!r}{hint}"
     if not isinstance(found, type):
         return None, f"{key}: {path!r} is a {type(found).__name__}, expected a class"
@@ -176,12 +177,17 @@ def _parts(container: Any) -> list[str]:
 def _order_components(container: Any, added: Mapping[str, Any]) -> None:
     """Hand receipts of those that reserve to the plan, and all of them to the engine.
 
-    A reserver that itself needs the plan comes too late: it gets no place, `check` refuses it.
+    A reserver that needs the plan itself, or keeps no receipt, gets no place: `check` refuses it.
     """
     graph = Graph(container)
-    plan: Any = graph.named[PLAN]
-    engine: Any = graph.named[ENGINE]
+    plan: Any = graph.named.get(PLAN)
+    engine: Any = graph.named.get(ENGINE)
+    receipts = getattr(plan, "kwargs", {}).get(RECEIPTS)
+    if engine is None or not isinstance(receipts, providers.List):
+        return  # not a container of the engine's kind; `check` says what it lacks
     for provider in added.values():
-        if provider in graph.reservers and plan not in graph.upstream(provider):
-            plan.kwargs[RECEIPTS].add_args(provider.provided.receipt)
+        leaves_receipt, _ = attribute_of(provider.provides, RECEIPT)
+        is_in_time = plan not in graph.upstream(provider)
+        if provider in graph.reservers and is_in_time and leaves_receipt:
+            receipts.add_args(provider.provided.receipt)
     engine.add_attributes(components=providers.Dict(**added))

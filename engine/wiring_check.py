@@ -33,12 +33,14 @@ from engine.wiring_graph import (
 )
 from engine.wiring_types import (
     Call,
+    a_name_of,
     attribute_of,
     attributes_of,
     classes_of,
     did_you_mean,
     fits,
     name_of,
+    nearest,
 )
 
 
@@ -64,8 +66,8 @@ def _node_faults(graph: Graph, node: AnyProvider) -> Iterator[str]:
     name = graph.name(node)
     if isinstance(node, providers.Dependency):
         yield (
-            f"{name}: nothing is given for this Dependency; give a {name_of(node.instance_of)} "
-            "when the container is made"
+            f"{name}: nothing is given for this Dependency; give an instance of "
+            f"{name_of(node.instance_of)} when the container is made"
         )
     elif isinstance(node, providers.Selector):
         yield from _selector_faults(name, node)
@@ -81,7 +83,7 @@ def _selector_faults(name: str, selector: providers.Selector[Any]) -> Iterator[s
     known, value = static_value(selector.selector)
     if known and chosen_branch(selector) is None:
         branches = sorted(selector.providers)
-        hint = did_you_mean(str(value), branches)
+        hint = did_you_mean(nearest(str(value), branches))
         yield f"{name}: {value!r} is none of its choices ({', '.join(branches)}){hint}"
 
 
@@ -90,31 +92,53 @@ def _call_faults(graph: Graph, name: str, call: Call, node: AnyProvider) -> Iter
     if not call.is_readable:
         return
     given: set[str] = set()
+    passed = {argument.name for argument in arguments(node)}
     for argument in arguments(node):
-        parameter = argument.name
+        parameter, wanted = argument.name, Any
         if argument.kind == "position":
             index = int(argument.name)
             if index < len(call.positions):
                 parameter = call.positions[index]
             elif not call.takes_any_position:
                 yield f"{name}: {call.name} takes {len(call.positions)} positions, got {index + 1}"
-        unknown = argument.kind == "keyword" and parameter not in call.keywords
-        if unknown and not call.takes_any_keyword:
-            hint = did_you_mean(parameter, call.keywords)
-            yield f"{name}: {call.name} has no parameter '{parameter}'{hint}"
+        elif argument.kind == "keyword" and not call.takes(parameter):
+            meant = _meant(call, parameter, passed)
+            yield f"{name}: {call.name} has no parameter '{parameter}'{did_you_mean(meant)}"
+            given.add(meant)
             continue
         if argument.kind != "attribute":
             given.add(parameter)
-        hint_of = call.hints if argument.kind != "attribute" else {}
-        yield from _value_faults(
-            graph, f"{name}: {call.name}({parameter})", argument, hint_of.get(parameter, Any)
-        )
+            wanted = call.hints.get(parameter, Any)
+        yield from _value_faults(graph, f"{name}: {call.name}({parameter})", argument, wanted)
     for parameter in call.required:
         if parameter not in given:
-            passed = {argument.name for argument in arguments(node)}
-            alike = did_you_mean(parameter, [*passed - set(call.keywords), *graph.named])
-            hint = alike or f"; wire {parameter}={parameter}"
+            hint = _who_gives(graph, parameter, call.hints.get(parameter, Any))
             yield f"{name}: {call.name} needs '{parameter}', which nothing gives{hint}"
+
+
+def _meant(call: Call, keyword: str, passed: set[str]) -> str:
+    """The parameter that an unknown `keyword` was meant for: the only one left, or the nearest."""
+    left = [parameter for parameter in call.required if parameter not in passed]
+    free = [parameter for parameter in call.keywords if parameter not in passed]
+    return left[0] if len(left) == 1 else nearest(keyword, free)
+
+
+def _who_gives(graph: Graph, parameter: str, wanted: Any) -> str:
+    """A hint to the provider of the parameter's name, its type or nearly its name."""
+    if parameter in graph.named:
+        return f"; wire {parameter}={parameter}"
+    alike, fitting = nearest(parameter, graph.named), _fitting(graph, wanted)
+    if not alike and len(fitting) == 1:
+        return f"; wire {parameter}={fitting[0]}"
+    return did_you_mean(alike)
+
+
+def _fitting(graph: Graph, wanted: Any) -> list[str]:
+    """Names of the providers that certainly make what is wanted."""
+    if classes_of(wanted) is None:
+        return []
+    made = {name: graph.made(provider) for name, provider in graph.named.items()}
+    return [n for n, m in made.items() if classes_of(m) is not None and fits(m, wanted)]
 
 
 def _value_faults(graph: Graph, where: str, argument: Argument, wanted: Any) -> Iterator[str]:
@@ -146,7 +170,7 @@ def _missing_attribute(graph: Graph, value: Any) -> str | None:
     owners, name = classes_of(graph.made(value.provides)), str(value.name)
     if owners is None or len(owners) != 1 or attribute_of(owners[0], name)[0]:
         return None
-    hint = did_you_mean(name, attributes_of(owners[0]))
+    hint = did_you_mean(nearest(name, attributes_of(owners[0])))
     return f"{name_of(owners[0])}.{name}, which does not exist{hint}"
 
 
@@ -156,16 +180,12 @@ def _describe(graph: Graph, value: Any, wanted: Any) -> str:
         target = graph.name(lazy_target(value))
         return f"{target}.provider is built later, by whoever calls it; wire {target} itself"
     made = graph.made(value)
-    if not isinstance(value, providers.Provider) or isinstance(value, providers.Object):
-        raw = value.provides if isinstance(value, providers.Object) else value
-        if value not in graph.names:
-            return f"got {name_of(made)} {raw!r}"
-    found = f"{_written(graph, value)} is a {name_of(made)}"
-    fitting = [
-        name
-        for name, provider in graph.named.items()
-        if classes_of(graph.made(provider)) is not None and fits(graph.made(provider), wanted)
-    ]
+    if not isinstance(value, providers.Provider):
+        return f"got {name_of(made)} {value!r}"
+    if isinstance(value, providers.Object) and graph.names.get(value) not in graph.named:
+        return f"got {name_of(made)} {value.provides!r}"
+    found = f"{_written(graph, value)} is {a_name_of(made)}"
+    fitting = _fitting(graph, wanted)
     if isinstance(value, providers.AttributeGetter):
         owners = classes_of(graph.made(value.provides)) or ()
         fitting += [
@@ -246,21 +266,23 @@ def _reserver_faults(graph: Graph, node: AnyProvider, plan: AnyProvider) -> Iter
         yield (
             f"{name}: reserves memory, but a {kind} would do so once per user; make it a Singleton"
         )
+    owners = classes_of(graph.made(node)) or ()
     if isinstance(plan, providers.Object):
         return  # a plan that is given, not built, seals nothing
-    if node not in graph.upstream(plan):
-        if plan in graph.upstream(node):
-            reason = f"it is the other way round: {' -> '.join(graph.path(node, plan))}"
-        else:
-            reason = _lazy_way(graph, plan, node) or f"nothing leads from {PLAN} to it"
-        yield f"{name}: reserves memory, so {PLAN} must need it; {reason}"
-        return
-    owners = classes_of(graph.made(node)) or ()
-    if owners and not all(attribute_of(owner, RECEIPT)[0] for owner in owners):
+    is_late = plan in graph.upstream(node) and node not in graph.upstream(plan)
+    if is_late:
+        way = " -> ".join(graph.path(node, plan))
+        yield f"{name}: reserves memory, so {PLAN} must need it; it is the other way round: {way}"
+    if not all(attribute_of(owner, RECEIPT)[0] for owner in owners):
         yield (
             f"{name}: reserves memory, but {name_of(graph.made(node))} has no attribute "
             f"'{RECEIPT}'; keep there what ledger.reserve returns"
         )
+    elif is_late:
+        return
+    elif node not in graph.upstream(plan):
+        reason = _lazy_way(graph, plan, node) or f"nothing leads from {PLAN} to it"
+        yield f"{name}: reserves memory, so {PLAN} must need it; {reason}"
     elif node not in graph.receipts(plan):
         yield (
             f"{name}: reserves memory, but {PLAN} does not get its receipt; "

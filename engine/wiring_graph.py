@@ -109,17 +109,6 @@ def elements(value: Any) -> Iterator[Any]:
         yield found
 
 
-def needs(provider: AnyProvider) -> Iterator[AnyProvider]:
-    """Live providers that are built before `provider` is, in the order of its arguments."""
-    if isinstance(provider, providers.Delegate) or (
-        isinstance(provider, providers.Object) and is_lazy(provider)
-    ):
-        return
-    for other in provider.related:
-        if not is_lazy(other):
-            yield live(other)
-
-
 @dataclass(frozen=True, slots=True)
 class Argument:
     """One value that a provider passes on: by keyword, by position ("0", "1") or as attribute."""
@@ -149,6 +138,7 @@ class Graph:
             self.named[name] = found = live(provider)
             self.names.setdefault(provider, name)
             self.names.setdefault(found, name)
+        self._needs: dict[AnyProvider, tuple[AnyProvider, ...]] = {}
         self._upstream: dict[AnyProvider, set[AnyProvider]] = {}
         self._calls: dict[AnyProvider, Call] = {}
         self.nodes: dict[AnyProvider, str] = {}
@@ -180,16 +170,24 @@ class Graph:
 
     # ------------------------------------------------------------------ order
 
+    def needs(self, provider: AnyProvider) -> tuple[AnyProvider, ...]:
+        """What is built right before `provider`, live, in the order of its arguments."""
+        if provider not in self._needs:
+            unbuilt = isinstance(provider, providers.Delegate | providers.Object)
+            related = () if unbuilt else tuple(provider.related)
+            self._needs[provider] = tuple(live(other) for other in related if not is_lazy(other))
+        return self._needs[provider]
+
     def upstream(self, provider: AnyProvider) -> set[AnyProvider]:
         """All that is built before `provider`; itself only if it stands in a cycle."""
         if provider not in self._upstream:
             found: set[AnyProvider] = set()
-            pending = list(needs(provider))
+            pending = list(self.needs(provider))
             while pending:
                 other = pending.pop()
                 if other not in found:
                     found.add(other)
-                    pending += needs(other)
+                    pending += self.needs(other)
             self._upstream[provider] = found
         return self._upstream[provider]
 
@@ -198,7 +196,7 @@ class Graph:
         before: dict[AnyProvider, AnyProvider] = {}
         pending = [start]
         for provider in pending:
-            for other in needs(provider):
+            for other in self.needs(provider):
                 if other not in before:
                     before[other] = provider
                     pending.append(other)

@@ -1,7 +1,7 @@
 """What callables take and make, read off their annotations. Knows nothing of providers.
 
-An annotation that is missing, cannot be resolved or cannot be checked (Protocol, TypeVar, Literal)
-is `Any`, and `Any` fits everything.
+An annotation that is missing, cannot be resolved or cannot be checked (TypeVar, Literal) is `Any`,
+and `Any` fits everything.
 """
 
 import inspect
@@ -10,13 +10,28 @@ from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from types import FunctionType, NoneType, UnionType
-from typing import Annotated, Any, NewType, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    NewType,
+    Protocol,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """'; did you mean 'x'?' with the nearest of `known`, or nothing."""
-    nearest = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{nearest[0]}'?" if nearest else ""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The name in `known` that was probably meant by `name`, or ""."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
+
+
+def did_you_mean(name: str) -> str:
+    """The end of a message that names what was probably meant; nothing for ""."""
+    return f"; did you mean '{name}'?" if name else ""
 
 
 class Call:
@@ -33,9 +48,10 @@ class Call:
             self.parameters = {}
             self.is_readable = False
 
-    @property
-    def takes_any_keyword(self) -> bool:
-        return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+    def takes(self, keyword: str) -> bool:
+        """Whether `keyword` can be given, by name or through `**`."""
+        variadic = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        return variadic or keyword in self.keywords
 
     @property
     def takes_any_position(self) -> bool:
@@ -121,19 +137,30 @@ def classes_of(hint: Any) -> tuple[type, ...] | None:
     if isinstance(hint, NewType):
         return classes_of(hint.__supertype__)
     found = hint if origin is None else origin
-    if not _is_class(found) or getattr(found, "_is_protocol", False) or found in (Any, object):
+    if not _is_class(found) or found in (Any, object):
         return None
     return (found,)
 
 
 def fits(made: Any, wanted: Any) -> bool:
-    """Whether a value annotated `made` may be given for `wanted`; a part of a union suffices."""
+    """Whether a value annotated `made` may be given for `wanted`; a part of a union suffices.
+
+    For a Protocol the names of its members must be there.
+    """
     have, allowed = classes_of(made), classes_of(wanted)
     if have is None or allowed is None:
         return True
     if float in allowed:
         allowed = (*allowed, int)
-    return any(issubclass(cls, allowed) for cls in have)
+    return any(_is_a(cls, wanted_cls) for cls in have for wanted_cls in allowed)
+
+
+def _is_a(made: type, wanted: type) -> bool:
+    if getattr(wanted, "_is_protocol", False):
+        protocols = [cls for cls in wanted.__mro__ if cls not in (object, Generic, Protocol)]
+        members = {name for cls in protocols for name in [*vars(cls), *hints_of(cls)]}
+        return all(attribute_of(made, name)[0] for name in members if not name.startswith("_"))
+    return issubclass(made, wanted)
 
 
 def name_of(hint: Any) -> str:
@@ -145,6 +172,12 @@ def name_of(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " | ".join(name_of(member) for member in get_args(hint))
     return str(hint)
+
+
+def a_name_of(hint: Any) -> str:
+    """A hint with its article."""
+    name = name_of(hint)
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def attribute_of(owner: type, name: str) -> tuple[bool, Any]:

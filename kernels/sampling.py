@@ -1,7 +1,8 @@
 """Choosing the next token, in plain torch: greedy, random, and the log-probabilities of the choice.
 
-Shapes: N rows, V vocabulary, K leading candidates. Whatever decides a random draw is integer arithmetic (hash, sums
-of weights), so that neither the batch nor the order of a reduction changes it; knows nothing of requests.
+Shapes: N rows, V vocabulary, K leading candidates. Whatever decides a random draw is integer
+arithmetic (hash, sums of weights), so that neither the batch nor the order of a reduction changes
+it; knows nothing of requests.
 """
 
 import torch
@@ -17,12 +18,14 @@ def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 def counter_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Uniform numbers in [0, 1) that depend on (seed, position) alone. int64 [N], int64 [N] -> float64 [N].
+    """Uniform numbers in [0, 1) that depend on (seed, position) alone. int64 [N], int64 [N] ->
+    float64 [N].
 
-    Two rounds of the SplitMix64 finalizer (Steele, Lea and Flood, 2014; constants of Stafford's variant 13), one
-    over the seed and one over the position added to it. int64 products and sums wrap modulo 2^64 on every device,
-    which equals the unsigned arithmetic of the paper bit by bit; its unsigned right shifts are made of signed ones
-    by masking the copies of the sign bit. The upper 53 bits give the number.
+    Two rounds of the SplitMix64 finalizer (Steele, Lea and Flood, 2014; constants of Stafford's
+    variant 13), one over the seed and one over the position added to it. int64 products and sums
+    wrap modulo 2^64 on every device, which equals the unsigned arithmetic of the paper bit by bit;
+    its unsigned right shifts are made of signed ones by masking the copies of the sign bit. The
+    upper 53 bits give the number.
     """
     state = _mix(seeds + _GAMMA) + (positions + 1) * _GAMMA
     return _shift_right(_mix(state), 11).double() * 2.0**-53
@@ -38,16 +41,19 @@ def sample_tokens(
 ) -> torch.Tensor:
     """Draw one token per row. logits [N, V] floating, -inf is never drawn -> ids int64 [N].
 
-    temperature (above 0), top_p, min_p, uniform: float64 [N]; top_k: int64 [N], V or more is off; all on the
-    logits' device. Order of the filters: temperature, top_k, top_p over what is left, min_p as a share of the
-    likeliest token's probability (the same before and after renormalizing). The likeliest token always stays.
+    temperature (above 0), top_p, min_p, uniform: float64 [N]; top_k: int64 [N], V or more is off;
+    all on the logits' device. Order of the filters: temperature, top_k, top_p over what is left,
+    min_p as a share of the likeliest token's probability (the same before and after renormalizing).
+    The likeliest token always stays.
 
-    Tokens are ordered by falling logit, equal ones by rising id, and the draw is the inverse CDF over that order.
-    Probabilities are integers, 2^40 for the likeliest token, whose sums do not depend on the order of addition;
-    a token of less than 2^-40 of the likeliest one's probability is never drawn. Most draws end among the
-    NUM_LEADING likeliest tokens, only rows that do not are sorted whole: both ways give the same token.
+    Tokens are ordered by falling logit, equal ones by rising id, and the draw is the inverse CDF
+    over that order. Probabilities are integers, 2^40 for the likeliest token, whose sums do not
+    depend on the order of addition; a token of less than 2^-40 of the likeliest one's probability
+    is never drawn. Most draws end among the NUM_LEADING likeliest tokens, only rows that do not are
+    sorted whole: both ways give the same token.
 
-    Working memory is about 60 bytes for each of CHUNK_LOGITS logits or of one row, whichever is more.
+    Working memory is about 60 bytes for each of CHUNK_LOGITS logits or of one row, whichever is
+    more.
     """
     num_rows = max(1, CHUNK_LOGITS // logits.shape[1])
     columns = torch.stack([temperature, top_p, min_p, uniform]).unsqueeze(-1)
@@ -68,7 +74,8 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """log_softmax in float32 of raw logits [N, V] at ids [N], and its `num_top` largest entries.
 
-    Returns the chosen tokens' float32 [N], the largest float32 [N, num_top] in falling order, their ids int64.
+    Returns the chosen tokens' float32 [N], the largest float32 [N, num_top] in falling order, their
+    ids int64.
     """
     logprobs = logits.float().log_softmax(-1)
     top, top_ids = logprobs.topk(num_top, dim=-1)
@@ -105,9 +112,11 @@ def _draw(
     limits: torch.Tensor,
     total: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw from the candidates `ranked` [n, K] (order keys, falling); ids [n], and which of them are certain.
+    """Draw from the candidates `ranked` [n, K] (order keys, falling); ids [n], and which of them
+    are certain.
 
-    `limits` is top_k [n, 1] and `total` the weight of the whole row, looked at if top_k reaches past K.
+    `limits` is top_k [n, 1] and `total` the weight of the whole row, looked at if top_k reaches
+    past K.
     """
     temperature, top_p, min_p, uniform = columns.unbind()
     num_ranked, vocab_size = ranked.shape[1], logits.shape[1]
@@ -147,7 +156,9 @@ def _order_keys(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(logits: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Integer weights [n, K]: 2^40 at the peak, exp((logit - peak) / temperature) of it elsewhere, rounded down."""
+    """Integer weights [n, K]: 2^40 at the peak, exp((logit - peak) / temperature) of it elsewhere,
+    rounded down.
+    """
     scaled = logits.double().sub_(peak).div_(temperature).exp_()
     return scaled.mul_(_WEIGHT_ONE).nan_to_num_(0.0).to(torch.int64)
 

@@ -14,8 +14,10 @@ from engine.models.spec import RopeSpec
 
 def inverse_frequencies(rope: RopeSpec) -> torch.Tensor:
     """float32 [rotary_dim / 2] on the CPU."""
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
-    frequencies = 1.0 / (rope.theta**exponents)
+    exponents: torch.Tensor = (
+        torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    )
+    frequencies: torch.Tensor = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
@@ -25,7 +27,7 @@ def inverse_frequencies(rope: RopeSpec) -> torch.Tensor:
 
 def _llama3(frequencies: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
     assert rope.low_freq_factor and rope.high_freq_factor and rope.original_max_position
-    turns = rope.original_max_position * frequencies / (2 * math.pi)
+    turns: torch.Tensor = rope.original_max_position * frequencies / (2 * math.pi)
     span = rope.high_freq_factor - rope.low_freq_factor
     blend = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
     return (1 - blend) * frequencies / rope.factor + blend * frequencies

@@ -67,9 +67,7 @@ class LinearLoRA(LinearDelta):
     widths].
     """
 
-    def __init__(
-        self, linear: Linear, num_rows: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, linear: Linear, num_rows: int, dtype: torch.dtype, device: Device) -> None:
         self.linear = linear
         self.ops: OpSet = linear.ops
         self.widths = linear.widths

@@ -25,7 +25,7 @@ from engine.memory.ledger import MemoryLedger, format_bytes
 from engine.models.spec import ModelSpec
 from engine.parallel.topology import Topology
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.load import load_weights
+from engine.weights.load import fill_randomly, load_weights
 
 
 class DecoderLayer:
@@ -122,7 +122,11 @@ class DecoderModel:
         self.decoder = Decoder(ctx, self.spec)
         if device.dry:
             return
-        report = load_weights(self.decoder.slots(), checkpoint)
+        slots = self.decoder.slots()
+        if checkpoint.is_dummy:
+            report = fill_randomly(slots, cfg.dummy_seed)
+        else:
+            report = load_weights(slots, checkpoint)
         logger.info(
             "model: {} tensors, {} of {} in {:.1f} s",
             report.num_tensors,

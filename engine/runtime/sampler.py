@@ -1,7 +1,8 @@
-"""From logits to tokens for the rows of one batch: greedy, random or both, log-probabilities for rows that ask.
+"""From logits to tokens for the rows of one batch: greedy, random or both, log-probabilities for
+rows that ask.
 
-Owns how rows are grouped; the arithmetic is in `engine.kernels.sampling`. A row's token depends on its own logits,
-parameters, seed and position, never on the rest of the batch.
+Owns how rows are grouped; the arithmetic is in `engine.kernels.sampling`. A row's token depends on
+its own logits, parameters, seed and position, never on the rest of the batch.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ from engine.runtime.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """Parameters of one row of logits, its random stream (0 <= seed < 2^63) and the new token's position."""
+    """Parameters of one row of logits, its random stream (0 <= seed < 2^63) and the new token's
+    position.
+    """
 
     params: SamplingParams
     seed: int
@@ -25,7 +28,9 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """log_softmax of the raw logits: the chosen token's, and (id, value) of the likeliest ones in falling order."""
+    """log_softmax of the raw logits: the chosen token's, and (id, value) of the likeliest ones in
+    falling order.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -33,7 +38,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """`token_ids` int64 [N] on the device; per row the log-probabilities, None where they were not asked for."""
+    """`token_ids` int64 [N] on the device; per row the log-probabilities, None where they were not
+    asked for.
+    """
 
     token_ids: torch.Tensor
     logprobs: tuple[TokenLogprobs | None, ...]
@@ -48,7 +55,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:
         """logits [N, V] in any floating dtype, row i for `rows[i]`; they are read only.
 
-        `token_ids` is left on the device; what log-probabilities rows ask for comes to the host in one copy.
+        `token_ids` is left on the device; what log-probabilities rows ask for comes to the host in
+        one copy.
         """
         assert len(logits) == len(rows), f"{len(logits)} rows of logits for {len(rows)} rows"
         drawn = [index for index, row in enumerate(rows) if not row.params.greedy]

@@ -1,6 +1,8 @@
-"""What a request asks of the sampler and when it wants to end; every range is checked when it is built.
+"""What a request asks of the sampler and when it wants to end; every range is checked when it is
+built.
 
-Knows nothing of tensors or text. Refusals are RequestErrors that name the field, the value and what is allowed.
+Knows nothing of tensors or text. Refusals are RequestErrors that name the field, the value and what
+is allowed.
 """
 
 import difflib
@@ -63,7 +65,8 @@ class SamplingParams:
 
     @classmethod
     def from_config(cls, cfg: SamplingConfig, **overrides: Any) -> "SamplingParams":
-        """The configured defaults with `overrides` by field name; lists become tuples, one stop text a tuple.
+        """The configured defaults with `overrides` by field name; lists become tuples, one stop
+        text a tuple.
 
         Raises RequestError on an unknown name, naming the closest known one, and on bad values.
         """
@@ -93,9 +96,7 @@ def _check(field: str, value: Any, ok: bool, allowed: str) -> None:
         raise RequestError(f"{field}: got {shown}, allowed is {allowed}")
 
 
-def _number(
-    field: str, value: Any, low: float, high: float | None, *, above: bool = False
-) -> None:
+def _number(field: str, value: Any, low: float, high: float | None, *, above: bool = False) -> None:
     if high is None:
         allowed = f"a finite number >= {low:g}"
     elif above:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from engine.lora.ref import LoRARef
 from engine.runtime.sampling_params import SamplingParams
@@ -79,7 +79,7 @@ class AsyncEngine:
     async def _run(self, task: Callable[[], _Result]) -> _Result:
         future: Future[object] = Future()
         self._tasks.put((task, future))
-        return await asyncio.wrap_future(future)  # type: ignore[return-value]
+        return cast(_Result, await asyncio.wrap_future(future))
 
     def _drop(self, request_id: int) -> None:
         self._listeners.pop(request_id, None)

@@ -138,7 +138,7 @@ class Engine:
 
         Either all prompts are queued or none: a refused one raises before anything runs.
         """
-        many = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        many = _as_list(prompts)
         params = _per_prompt(sampling, len(many), "sampling")
         adapters = _per_prompt(adapter, len(many), "adapter")
         ids: list[int] = []
@@ -200,6 +200,8 @@ class Engine:
 
     def _prompt_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if params.stop and not self.tokenizer.available:
+            raise RequestError("stop: this model has no tokenizer.json; use stop_token_ids")
         if not ids:
             raise RequestError("the prompt is empty; at least one token is needed")
         vocab_size = self.model.spec.vocab_size
@@ -258,8 +260,16 @@ class Engine:
         del self._streams[request.request_id]
 
 
-def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (text or token ids) or several, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [item for item in prompts if isinstance(item, int)]
+    if len(ids) == len(prompts) and ids:
+        return [ids]
+    if ids:
+        raise RequestError("prompts: token ids and whole prompts are mixed; give one kind")
+    return [item for item in prompts if not isinstance(item, int)]
 
 
 def _per_prompt(value: Any, count: int, what: str) -> list[Any]:

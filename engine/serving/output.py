@@ -40,12 +40,12 @@ class Completion:
 
 
 class OutputStream:
-    """Detokenizes one request and cuts it at stop strings."""
+    """Detokenizes one request and cuts it at stop strings; no text for a model without tokenizer."""
 
     def __init__(self, request: Request, adapter: str | None, tokenizer: Tokenizer) -> None:
         self.request = request
         self.adapter = adapter
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer.available else None
         self._stops = StopStrings(request.params.stop)
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -60,17 +60,14 @@ class OutputStream:
         if logprobs is not None:
             self._logprobs.append(logprobs)
         text, stopped = "", False
-        if reason is not FinishReason.stop:
+        if self._detokenizer is not None and reason is not FinishReason.stop:
             text, stopped = self._stops.push(self._detokenizer.push(token_id))
         if stopped:
             reason = FinishReason.stop
-        elif reason is not None:
+        elif self._detokenizer is not None and reason is not None:
             tail, stopped = self._stops.push(self._detokenizer.flush())
-            text += tail
-            if stopped:
-                reason = FinishReason.stop
-            else:
-                text += self._stops.flush()
+            text += tail + ("" if stopped else self._stops.flush())
+            reason = FinishReason.stop if stopped else reason
         self._text.append(text)
         return TokenEvent(self.request.request_id, token_id, text, logprobs, reason)
 

@@ -1,7 +1,9 @@
-"""Text of a token stream, piece by piece: the pieces joined equal the tokenizer's `decode` of all ids.
+"""Text of a token stream, piece by piece: the pieces joined equal the tokenizer's `decode` of all
+ids.
 
-Asks the tokenizer for `decode` only, over a few of the newest tokens; knows no vocabulary format beyond the two ways
-in which tokens carry bytes. A character whose bytes are not complete is held back until they are.
+Asks the tokenizer for `decode` only, over a few of the newest tokens; knows no vocabulary format
+beyond the two ways in which tokens carry bytes. A character whose bytes are not complete is held
+back until they are.
 """
 
 from functools import lru_cache
@@ -9,7 +11,8 @@ from functools import lru_cache
 from engine.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# A token carries a byte or more, and no UTF-8 character has more than 4 of them: what came before the newest 4 tokens
+# A token carries a byte or more, and no UTF-8 character has more than 4 of them: what came before
+# the newest 4 tokens
 # has no part in how the next bytes are read.
 _NUM_CONTEXT = 4
 _MAX_WINDOW = 16
@@ -34,7 +37,9 @@ class IncrementalDetokenizer:
         return self._push_piece(token_id, self._lone_byte)
 
     def flush(self) -> str:
-        """The stream is over: the text of what was held back, U+FFFD for bytes that are no characters."""
+        """The stream is over: the text of what was held back, U+FFFD for bytes that are no
+        characters.
+        """
         text = self._decode(self._window + self._run)
         rest = text[self._num_settled :]
         self._num_settled = len(text)
@@ -42,7 +47,8 @@ class IncrementalDetokenizer:
         return rest
 
     def _push_bytes(self, token_id: int) -> str:
-        """Byte-level vocabularies: every token is bytes, and a decode is that of all bytes in a row.
+        """Byte-level vocabularies: every token is bytes, and a decode is that of all bytes in a
+        row.
 
         At most one U+FFFD at the end can be a character yet to be completed, the rest is settled.
         """
@@ -60,8 +66,9 @@ class IncrementalDetokenizer:
     def _push_piece(self, token_id: int, lone_byte: int) -> str:
         """Vocabularies of text pieces with bytes as fallback.
 
-        A run of byte tokens is decoded as one: a bad byte at its end turns all of it into U+FFFD, so it is settled
-        by the next token that is text. The last settled token stays as context, for a decode strips a leading space.
+        A run of byte tokens is decoded as one: a bad byte at its end turns all of it into U+FFFD,
+        so it is settled by the next token that is text. The last settled token stays as context,
+        for a decode strips a leading space.
         """
         self._run.append(token_id)
         if self._decode([token_id, lone_byte]) == 2 * _REPLACEMENT:
@@ -72,13 +79,16 @@ class IncrementalDetokenizer:
         return piece
 
     def _is_silent(self, token_id: int) -> bool:
-        """Special and unknown ids; the pair tells them from a piece that is one space, stripped when it leads."""
+        """Special and unknown ids; the pair tells them from a piece that is one space, stripped
+        when it leads.
+        """
         return not self._decode([token_id]) and not self._decode([token_id, token_id])
 
 
 @lru_cache(maxsize=8)
 def _lone_byte(tokenizer: Tokenizer) -> int | None:
-    """None for a byte-level vocabulary, else the id of byte FF, or an unused id where tokens carry no bytes.
+    """None for a byte-level vocabulary, else the id of byte FF, or an unused id where tokens carry
+    no bytes.
 
     The two kinds differ in what a bad byte does to the character before it.
     """

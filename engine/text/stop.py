@@ -1,4 +1,5 @@
-"""Stop strings over a stream of text pieces: emits what is certain, holds back what may be a stop's beginning.
+"""Stop strings over a stream of text pieces: emits what is certain, holds back what may be a stop's
+beginning.
 
 Knows nothing of tokens; where the pieces are cut makes no difference.
 """
@@ -19,7 +20,9 @@ class StopStrings:
         self._stopped = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next piece; text that is now certain, and whether a stop was found (then no more is emitted)."""
+        """Take the next piece; text that is now certain, and whether a stop was found (then no more
+        is emitted).
+        """
         if self._stopped:
             return "", True
         if not self._stops:
