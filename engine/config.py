@@ -74,7 +74,7 @@ def _within(key: str, value: float, low: float, high: float) -> None:
 
 @dataclass(slots=True)
 class ModelConfig:
-    """Base model. `path`: "default", a Hugging Face directory, a .gguf file, or "hub:owner/name"."""
+    """`path`: "default", a Hugging Face directory, a .gguf file, or "hub:owner/name"."""
 
     _target_: str = "engine.models.decoder.DecoderModel"
     path: str = "default"
@@ -173,7 +173,7 @@ class GraphConfig:
 
 @dataclass(slots=True)
 class KernelsConfig:
-    """Which implementation of the ops in `kernels/` runs; attention is chosen apart from the rest."""
+    """Which implementation of `kernels/` runs; attention is chosen apart from the rest."""
 
     ops: KernelSet = KernelSet.reference
     attention: KernelSet = KernelSet.reference

@@ -5,6 +5,7 @@ there is no list of components to keep. All faults come in one WiringError, befo
 built.
 """
 
+import reprlib
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -181,9 +182,9 @@ def _describe(graph: Graph, value: Any, wanted: Any) -> str:
         return f"{target}.provider is built later, by whoever calls it; wire {target} itself"
     made = graph.made(value)
     if not isinstance(value, providers.Provider):
-        return f"got {name_of(made)} {value!r}"
+        return f"got {name_of(made)} {_short(value)}"
     if isinstance(value, providers.Object) and graph.names.get(value) not in graph.named:
-        return f"got {name_of(made)} {value.provides!r}"
+        return f"got {name_of(made)} {_short(value.provides)}"
     found = f"{_written(graph, value)} is {a_name_of(made)}"
     fitting = _fitting(graph, wanted)
     if isinstance(value, providers.AttributeGetter):
@@ -196,6 +197,11 @@ def _describe(graph: Graph, value: Any, wanted: Any) -> str:
             and fits(attribute_of(owner, name)[1], wanted)
         ]
     return f"{found}; did you mean {fitting[0]}?" if len(fitting) == 1 else found
+
+
+def _short(value: Any) -> str:
+    """The repr on one line, cut if it is long."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def _written(graph: Graph, value: Any) -> str:

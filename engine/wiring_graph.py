@@ -231,7 +231,8 @@ class Graph:
         for argument in arguments(provider):
             for value in elements(argument.value):
                 base = lazy_target(value) if is_lazy(value) else base_of(value)
-                if base in self.ledgers and not self._is_figure(value):
+                is_ledger = any(base is ledger for ledger in self.ledgers)
+                if is_ledger and not self._is_figure(value):
                     found.append(base)
         return found
 

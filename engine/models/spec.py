@@ -15,7 +15,7 @@ ROPE_KINDS = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: `kind` is default, linear or llama3; the last three numbers are llama3's."""
+    """Rotary embedding: `kind` is default, linear or llama3, which has the last three."""
 
     theta: float
     rotary_dim: int

@@ -40,7 +40,7 @@ class Completion:
 
 
 class OutputStream:
-    """Detokenizes one request and cuts it at stop strings; no text for a model without tokenizer."""
+    """Detokenizes one request and cuts it at stop strings; no text without a tokenizer."""
 
     def __init__(self, request: Request, adapter: str | None, tokenizer: Tokenizer) -> None:
         self.request = request

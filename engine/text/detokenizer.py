@@ -19,7 +19,7 @@ _MAX_WINDOW = 16
 
 
 class IncrementalDetokenizer:
-    """Decodes one stream. A push costs the same at any length of it; special tokens give no text."""
+    """Decodes one stream. A push costs the same at any length; special tokens give no text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.decode

@@ -73,7 +73,7 @@ class Tokenizer:
         return self._special_id("bos_token")
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` adds what the tokenizer adds to plain prompts."""
+        """Token ids; `add_special_tokens` adds what the tokenizer adds to plain prompts."""
         return list(self._required.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -92,7 +92,7 @@ class Tokenizer:
         return token.replace("\u2581", " ").encode()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt of a conversation that ends where the assistant answers. Raises RequestError."""
+        """The prompt of a conversation, up to the assistant's answer. Raises RequestError."""
         special = {key: self._special(key) for key in ("bos_token", "eos_token")}
         return self.chat_template.render(messages, **({**special, **variables}))
 

@@ -85,7 +85,7 @@ class DirectoryCheckpoint(Checkpoint):
 
 
 class GGUFCheckpoint(Checkpoint):
-    """One .gguf file, dequantized tensor by tensor; a tokenizer.json beside it wins over its own."""
+    """One .gguf file, dequantized by tensor; a tokenizer.json beside it wins over its own."""
 
     def __init__(self, path: Path) -> None:
         self.gguf = GGUFFile(path)
@@ -118,7 +118,7 @@ def open_checkpoint(cfg: ModelConfig) -> Checkpoint:
 
 
 def _directory_tokenizer(directory: Path) -> TokenizerData:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja of a directory, what there is."""
+    """What there is of tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     tokenizer = directory / "tokenizer.json"
     config = read_json(directory / "tokenizer_config.json", optional=True)
     template = directory / "chat_template.jinja"
@@ -160,7 +160,7 @@ def _from_hub(repository: str, revision: str | None, cache: Path | None) -> Path
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """A JSON object from a file; {} if it is optional and absent. Raises ModelError that names it."""
+    """A JSON object from a file; {} if it is optional and absent. Raises ModelError."""
     if not path.is_file():
         if optional:
             return {}

@@ -134,7 +134,7 @@ class GGUFFile:
 
 
 def unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of q or k from llama.cpp's order (pairs interleaved) to rotate-half order; [out, ...]."""
+    """Rows of q or k [out, ...] from llama.cpp's order (pairs interleaved) to rotate-half."""
     rows = weight.shape[0] // num_heads // 2
     paired = weight.reshape(num_heads, rows, 2, *weight.shape[1:])
     return paired.swapaxes(1, 2).reshape(weight.shape).contiguous()

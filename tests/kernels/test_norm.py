@@ -12,7 +12,7 @@ def expected(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def test_rms_norm() -> None:
     x, weight = torch.randn(3, 5, 48), torch.randn(48)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), expected(x, weight, 1e-5))
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), expected(x, weight, 1e-5), atol=1e-5, rtol=1e-5)
 
 
 def test_rms_norm_keeps_dtype_and_survives_large_values() -> None:
@@ -26,4 +26,4 @@ def test_add_rms_norm_adds_in_place() -> None:
     total = x + residual
     y = add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(residual, total)
-    torch.testing.assert_close(y.double(), expected(total, weight, 1e-5))
+    torch.testing.assert_close(y.double(), expected(total, weight, 1e-5), atol=1e-5, rtol=1e-5)

@@ -1,5 +1,6 @@
 """Classes of one's own: replacing a component, adding one, and what is said if that fails."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ from wiring_support import (
     small_config,
 )
 
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import (
+    DeviceConfig,
+    DType,
+    EngineConfig,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from engine.containers import EngineContainer
 from engine.errors import CapacityError, ConfigError, WiringError
 from engine.scheduling.scheduler import Scheduler
@@ -74,6 +82,15 @@ def test_a_replacement_that_cannot_be(target: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         scheduler_by(target)
     assert str(raised.value) == message
+
+
+def test_a_replacement_is_checked_like_the_original() -> None:
+    with pytest.raises(WiringError) as raised:
+        scheduler_by("wiring_support.DemandingScheduler")
+    assert str(raised.value).splitlines() == [
+        "scheduler: DemandingScheduler has no parameter 'cfg'",
+        "scheduler: DemandingScheduler needs 'clock', which nothing gives",
+    ]
 
 
 def test_every_target_of_the_config_has_its_component() -> None:
@@ -198,3 +215,22 @@ def test_on_the_real_container() -> None:
     assert len(container.memory_plan.kwargs["receipts"].args) == (
         len(EngineContainer.memory_plan.kwargs["receipts"].args) + 1
     )
+
+
+def test_a_real_start(bases: Path) -> None:
+    config = EngineConfig(
+        model=ModelConfig(path=str(bases / "llama"), dtype=DType.float32),
+        device=DeviceConfig(memory_bytes=64 << 20),
+        memory=MemoryConfig(fraction=1.0),
+        components={"mine": BUFFERS, "watch": WATCH},
+    )
+    with calls_into(EngineContainer) as called:
+        container: Any = build(config)
+        assert called == []
+        engine = container.engine()
+    order = ("ledger", "model", "lora_manager", "memory_plan", "kv_pool", "engine")
+    assert [name for name in called if name in order] == list(order)
+    owners = [receipt.owner for receipt in container.memory_plan().receipts]
+    assert owners[-1] == "buffers" and len(owners) == len(set(owners)) >= 4
+    assert engine.components == {"mine": container.mine(), "watch": container.watch()}
+    container.reset_singletons()

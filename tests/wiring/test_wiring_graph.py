@@ -1,15 +1,21 @@
 """What the check reads off a graph: all kinds of providers, annotations that help and do not."""
 
+import re
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
+import torch
 from dependency_injector import containers, providers
-from wiring_support import SmallContainer, Unrelated, faults, small_config
+from wiring_support import SmallContainer, Unrelated, calls_into, faults, small_config
 
+from engine.commands.result import JobResult
+from engine.commands.wiring import run
+from engine.config import EngineConfig
+from engine.containers import EngineContainer
 from engine.memory.ledger import MemoryLedger
-from engine.wiring import diagram
+from engine.wiring import build, diagram
 
 if TYPE_CHECKING:
     from nowhere import Unknown
@@ -89,6 +95,10 @@ def test_values_that_fit(values: dict[str, Any]) -> None:
     "values, message",
     [
         ({"number": "3"}, "part: Part(number) takes float, got str '3'"),
+        (
+            {"number": torch.ones(2, 1)},
+            "part: Part(number) takes float, got Tensor tensor([[1.], [1.]])",
+        ),
         ({"shape": 3}, "part: Part(shape) takes HasPages | None, got int 3"),
         ({"maybe": 3}, "part: Part(maybe) takes Unrelated | None, got int 3"),
         (
@@ -243,3 +253,22 @@ flowchart TD
   kv_pool -.-> late"""
         )
     )
+
+
+def test_the_command_prints_the_stages_of_the_real_container(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with calls_into(EngineContainer) as called:
+        assert run(build(EngineConfig())) == JobResult(None, None)
+    assert called == []
+    printed = capsys.readouterr().out
+    stages = {stage.partition("[")[0]: stage for stage in printed.split("  subgraph ")[1:]}
+    members = {
+        stage: re.findall(r"^    (\w+)\[", text, re.MULTILINE) for stage, text in stages.items()
+    }
+    assert list(members) == ["host", "reserve", "size", "run"]
+    assert members["reserve"][0] == "ledger" and "lora_manager" in members["reserve"]
+    assert members["size"] == ["memory_plan", "kv_pool"]
+    assert members["run"][-1] == "engine"
+    for name in members["reserve"][1:]:
+        assert f"  {name} -- receipt --> memory_plan\n" in printed

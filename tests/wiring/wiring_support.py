@@ -149,6 +149,12 @@ class PatientScheduler(Scheduler):
     """A Scheduler."""
 
 
+class DemandingScheduler(Scheduler):
+    """Takes other things than a Scheduler does."""
+
+    def __init__(self, pages: Any, lora_manager: Any, clock: Any, walls: Any = None) -> None: ...
+
+
 class Unrelated:
     """Neither a scheduler nor anything else of the engine's."""
 

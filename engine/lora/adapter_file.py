@@ -1,0 +1,226 @@
+"""Reads an adapter: a PEFT directory, or tensors from memory. All pairs are applied, or it is refused.
+
+A file is data: nothing in it is executed, nothing is fetched. All reasons are reported at once.
+"""
+
+import json
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from engine.errors import AdapterError
+from engine.lora.adapter import HostAdapter, LoRAPair, LoRATarget
+from engine.lora.names import explain_unmatched, resolve, split_members
+from engine.lora.peft_config import AdapterConfig, parse_config
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+INDEX = "adapter_model.safetensors.index.json"
+PICKLED = "adapter_model.bin"
+LFS_POINTER = b"version https://git-lfs"
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+NUM_SHOWN = 3
+
+
+def read_adapter(path: Path, targets: Mapping[str, LoRATarget]) -> HostAdapter:
+    """The adapter in directory `path`. Raises AdapterError with the file and all reasons."""
+    if not path.is_dir():
+        raise AdapterError(f"{path}: no such directory; give a PEFT adapter directory")
+    config = _read_json(path / CONFIG)
+    return _build(str(path), _read_tensors(path), config, targets)
+
+
+def adapter_from_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    targets: Mapping[str, LoRATarget],
+) -> HostAdapter:
+    """The adapter of PEFT keys and an adapter_config.json's contents. Raises AdapterError."""
+    return _build("tensors", tensors, config, targets)
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise AdapterError(f"{path}: cannot be read ({error.strerror}); it must exist") from error
+    _refuse_pointer(path, raw)
+    try:
+        found = json.loads(raw)
+    except ValueError as error:
+        raise AdapterError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise AdapterError(f"{path}: holds a {type(found).__name__}, expected an object")
+    return found
+
+
+def _refuse_pointer(path: Path, raw: bytes) -> None:
+    if raw.startswith(LFS_POINTER):
+        raise AdapterError(f"{path}: is a Git LFS pointer, not the file; run `git lfs pull`")
+
+
+def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of one file, of indexed shards, or of a pickle read by torch's safe unpickler."""
+    if (directory / WEIGHTS).is_file():
+        return _read_safetensors(directory / WEIGHTS)
+    if (directory / INDEX).is_file():
+        shards = _read_json(directory / INDEX).get("weight_map", {})
+        tensors: dict[str, torch.Tensor] = {}
+        for shard in sorted(set(shards.values())):
+            if Path(shard).name != shard:
+                raise AdapterError(f"{directory / INDEX}: names {shard!r}, outside its directory")
+            tensors |= _read_safetensors(directory / shard)
+        missing = sorted(set(shards) - set(tensors))
+        if missing:
+            raise AdapterError(f"{directory}: shards lack {_shown(missing)}, which the index names")
+        return tensors
+    if (directory / PICKLED).is_file():
+        return _read_pickle(directory / PICKLED)
+    raise AdapterError(f"{directory}: no weights; expected {WEIGHTS}, {INDEX} or {PICKLED}")
+
+
+def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with path.open("rb") as file:
+            _refuse_pointer(path, file.read(len(LFS_POINTER)))
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise AdapterError(f"{path}: cannot be read ({error}); fetch the file again") from error
+
+
+def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
+    with path.open("rb") as file:
+        _refuse_pointer(path, file.read(len(LFS_POINTER)))
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise AdapterError(
+            f"{path}: is no plain state dict ({reason}); save the adapter as {WEIGHTS}"
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
+        raise AdapterError(f"{path}: is no plain state dict; save the adapter as {WEIGHTS}")
+    return found
+
+
+# ---------------------------------------------------------------------- pairs
+
+
+def _build(
+    where: str,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    targets: Mapping[str, LoRATarget],
+) -> HostAdapter:
+    parsed, reasons = parse_config(config)
+    sides, unmatched = _sides(tensors, targets)
+    reasons += unmatched
+    pairs: dict[str, LoRAPair] = {}
+    if not tensors:
+        reasons.append("the weights hold no tensor")
+    for module, own in sides.items():
+        reasons += _pair_faults(module, own, targets)
+    if parsed is not None:
+        for module, own in sides.items():
+            reasons += _rank_faults(module, own, parsed)
+    if parsed is None or reasons:
+        shown = "; ".join(dict.fromkeys(reasons))
+        raise AdapterError(f"{where}: the adapter is refused: {shown}")
+    for key in parsed.unmatched_patterns(list(sides)):
+        logger.warning("lora: {}: pattern key {!r} matches no module of the file", where, key)
+    for module, own in sides.items():
+        for name, pair in _split(module, own["lora_A"], own["lora_B"], parsed, targets).items():
+            if name in pairs:
+                raise AdapterError(f"{where}: {name} is given twice, fused and on its own")
+            pairs[name] = pair
+    return HostAdapter(pairs, len(sides), len(sides))
+
+
+def _sides(
+    tensors: Mapping[str, torch.Tensor], targets: Mapping[str, LoRATarget]
+) -> tuple[dict[str, dict[str, torch.Tensor]], list[str]]:
+    """Tensors by module and side, and the reasons against keys that are neither."""
+    sides: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    unmatched: dict[str, list[str]] = defaultdict(list)
+    for key, tensor in tensors.items():
+        found = resolve(key, targets)
+        if found is None:
+            unmatched[explain_unmatched(key)].append(key)
+        elif found.side in sides[found.module]:
+            unmatched[f"{found.module}.{found.side} is given twice"].append(key)
+        else:
+            sides[found.module][found.side] = tensor
+    return sides, [f"{why}: {_shown(keys)}" for why, keys in unmatched.items()]
+
+
+def _shown(keys: list[str]) -> str:
+    rest = f" and {len(keys) - NUM_SHOWN} more" if len(keys) > NUM_SHOWN else ""
+    return ", ".join(keys[:NUM_SHOWN]) + rest
+
+
+def _pair_faults(
+    module: str, own: Mapping[str, torch.Tensor], targets: Mapping[str, LoRATarget]
+) -> list[str]:
+    """What is wrong with one module's tensors themselves."""
+    missing = [side for side in ("lora_A", "lora_B") if side not in own]
+    if missing:
+        return [f"{module} has no {missing[0]}"]
+    faults = []
+    for side, tensor in own.items():
+        if tensor.dtype not in FLOATS and not _is_float8(tensor.dtype):
+            faults.append(f"{module}.{side} has dtype {tensor.dtype}, expected a floating one")
+        elif tensor.dim() != 2 or 0 in tensor.shape:
+            faults.append(f"{module}.{side} has shape {list(tensor.shape)}, expected a matrix")
+        elif not bool(tensor.float().isfinite().all()):
+            faults.append(f"{module}.{side} holds numbers that are not finite")
+    if faults:
+        return faults
+    a, b = own["lora_A"], own["lora_B"]
+    members = [targets[name] for name in split_members(module)]
+    expected = members[0].in_features, sum(member.out_features for member in members)
+    if (a.shape[1], b.shape[0]) != expected or a.shape[0] != b.shape[1]:
+        faults.append(
+            f"{module}: lora_A is {list(a.shape)} and lora_B {list(b.shape)}, expected "
+            f"[rank, {expected[0]}] and [{expected[1]}, rank]"
+        )
+    return faults
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def _rank_faults(module: str, own: Mapping[str, torch.Tensor], config: AdapterConfig) -> list[str]:
+    a = own.get("lora_A")
+    expected = config.rank_of(module)
+    if a is None or a.dim() != 2 or 0 in a.shape or a.shape[0] == expected:
+        return []
+    return [f"{module} has rank {a.shape[0]}, the config says {expected}"]
+
+
+def _split(
+    module: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    config: AdapterConfig,
+    targets: Mapping[str, LoRATarget],
+) -> dict[str, LoRAPair]:
+    """One pair per projection; members of a fused module share A and cut B by their widths."""
+    if _is_float8(a.dtype):
+        a = a.float()
+    if _is_float8(b.dtype):
+        b = b.float()
+    scaling = config.scaling_of(module)
+    names = split_members(module)
+    parts = torch.split(b, [targets[name].out_features for name in names])
+    return {name: LoRAPair(a, part, scaling) for name, part in zip(names, parts, strict=True)}

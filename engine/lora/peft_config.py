@@ -1,0 +1,128 @@
+"""adapter_config.json as PEFT writes it: what decides rank and scaling, and what must be refused.
+
+A field that changes the mathematics and is not implemented is refused by name; unknown fields are
+ignored only while they are null, false or empty.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loguru import logger
+
+DEFAULT_RANK = 8  # PEFT's own defaults
+DEFAULT_ALPHA = 8
+# Fields that decide rank and scaling, or only which modules were adapted (the tensors say that).
+HANDLED = frozenset(
+    "r lora_alpha use_rslora rank_pattern alpha_pattern "
+    "target_modules exclude_modules layers_to_transform layers_pattern".split()
+)
+# Fields without effect on what a saved adapter computes.
+INERT = frozenset(
+    "peft_type task_type peft_version auto_mapping base_model_name_or_path revision "
+    "inference_mode lora_dropout megatron_core qalora_group_size runtime_config "
+    "loftq_config eva_config corda_config lora_ga_config".split()
+)
+# Initializations that leave the base as it was; others take a part of it into the adapter.
+PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """Rank and alpha, with patterns by module name in PEFT's matching."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+    def rank_of(self, module: str) -> int:
+        """The rank that the config gives a module."""
+        return int(_matched(self.rank_pattern, module, self.rank))
+
+    def scaling_of(self, module: str) -> float:
+        """alpha / rank, or alpha / sqrt(rank) with rsLoRA, both the module's own."""
+        rank, alpha = self.rank_of(module), _matched(self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def unmatched_patterns(self, modules: list[str]) -> list[str]:
+        """Pattern keys that name none of the modules."""
+        keys = dict.fromkeys([*self.rank_pattern, *self.alpha_pattern])
+        return [key for key in keys if not any(_matches(key, module) for module in modules)]
+
+
+def _matches(key: str, module: str) -> bool:
+    return re.match(rf"(.*\.)?({key})$", module) is not None
+
+
+def _matched(pattern: Mapping[str, float], module: str, default: float) -> float:
+    return next((value for key, value in pattern.items() if _matches(key, module)), default)
+
+
+def parse_config(config: Mapping[str, Any]) -> tuple[AdapterConfig | None, list[str]]:
+    """The config, or None with all reasons why it is refused."""
+    reasons = _refused_fields(config)
+    peft_type = config.get("peft_type")
+    if peft_type != "LORA":
+        reasons.insert(0, f"peft_type is {peft_type!r}, expected 'LORA'")
+    rank = config.get("r", DEFAULT_RANK)
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        reasons.append(f"r is {rank!r}, expected a whole number above 0")
+    alpha = config.get("lora_alpha")
+    if alpha is None:
+        logger.warning(
+            "lora: no lora_alpha in the config, PEFT's default {} is used", DEFAULT_ALPHA
+        )
+        alpha = DEFAULT_ALPHA
+    if not _is_number(alpha):
+        reasons.append(f"lora_alpha is {alpha!r}, expected a number")
+    patterns = {}
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns[name], reason = _pattern(name, config.get(name))
+        reasons += [reason] if reason else []
+    if reasons:
+        return None, reasons
+    rslora = bool(config.get("use_rslora", False))
+    return AdapterConfig(
+        rank, float(alpha), rslora, patterns["rank_pattern"], patterns["alpha_pattern"]
+    ), []
+
+
+def _refused_fields(config: Mapping[str, Any]) -> list[str]:
+    reasons = []
+    for name, value in config.items():
+        if name in HANDLED or name in INERT:
+            continue
+        if name == "init_lora_weights":
+            if value not in PLAIN_INITIALIZATIONS:
+                reasons.append(
+                    f"init_lora_weights={value!r} changes the base weights; convert the adapter to "
+                    "a plain LoRA when saving (path_initial_model_for_weight_conversion)"
+                )
+        elif _is_set(value) and not (name == "bias" and value == "none"):
+            reasons.append(f"{name}={value!r} is not supported")
+    return reasons
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and value is not False and value not in ({}, [], "")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _pattern(name: str, value: Any) -> tuple[dict[str, Any], str]:
+    if value is None:
+        return {}, ""
+    if not isinstance(value, dict) or not all(_is_number(item) for item in value.values()):
+        return {}, f"{name} is {value!r}, expected module names with numbers"
+    for key in value:
+        try:
+            re.compile(key)
+        except re.error as error:
+            return {}, f"{name}: {key!r} is no regular expression ({error})"
+    return value, ""
