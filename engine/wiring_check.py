@@ -118,10 +118,10 @@ def _call_faults(graph: Graph, name: str, call: Call, node: AnyProvider) -> Iter
 
 
 def _meant(call: Call, keyword: str, passed: set[str]) -> str:
-    """The parameter that an unknown `keyword` was meant for: the only one left, or the nearest."""
+    """The parameter that an unknown `keyword` was meant for: one that lacks, else one left out."""
     left = [parameter for parameter in call.required if parameter not in passed]
     free = [parameter for parameter in call.keywords if parameter not in passed]
-    return left[0] if len(left) == 1 else nearest(keyword, free)
+    return nearest(keyword, left, cutoff=0.4) or nearest(keyword, free)
 
 
 def _who_gives(graph: Graph, parameter: str, wanted: Any) -> str:

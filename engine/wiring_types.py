@@ -24,9 +24,9 @@ from typing import (
 )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The name in `known` that was probably meant by `name`, or ""."""
-    return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), "")
 
 
 def did_you_mean(name: str) -> str:

@@ -13,7 +13,9 @@ _WEIGHT_ONE = 1 << 40
 
 
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of each row, the lowest id among equals. logits [N, V] -> ids int64 [N]."""
+    """The likeliest token of each row, the lowest id among equals. logits [N, V] -> ids int64
+    [N].
+    """
     return logits.argmax(-1)
 
 

@@ -27,7 +27,14 @@ LEVELS = (
     ("engine.scheduling",),
     ("engine.serving",),
     ("engine.bench",),
-    ("engine.wiring", "engine.containers"),
+    (
+        "engine.wiring",
+        "engine.containers",
+        "engine.wiring_check",
+        "engine.wiring_diagram",
+        "engine.wiring_graph",
+        "engine.wiring_types",
+    ),
     ("engine.commands",),
     ("engine.cli", "engine.__main__"),
 )

@@ -5,6 +5,7 @@ a config that is refused does not pay for them.
 """
 
 import gc
+import os
 import sys
 import traceback
 from typing import cast
@@ -17,6 +18,10 @@ from engine.commands.result import JobResult
 from engine.config import EngineConfig, LogLevel
 from engine.errors import ConfigError
 
+# OpenMP reads this when torch is first imported. Its default lets idle threads spin, which slows
+# small batches several times over when another process wants the cores.
+IDLE_THREADS_SLEEP = ("OMP_WAIT_POLICY", "PASSIVE")
+
 
 def run_job(cfg: DictConfig) -> JobResult:
     """Run the command that `cfg` names in a container of its own.
@@ -28,6 +33,7 @@ def run_job(cfg: DictConfig) -> JobResult:
         raise ConfigError(unknown_key(key, str(OmegaConf.select(cfg, key))))
     config = cast(EngineConfig, OmegaConf.to_object(cfg))
     _log_to_stderr(config.log_level)
+    os.environ.setdefault(*IDLE_THREADS_SLEEP)
     from engine import wiring
     from engine.commands import find_command
 

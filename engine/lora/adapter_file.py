@@ -1,4 +1,5 @@
-"""Reads an adapter: a PEFT directory, or tensors from memory. All pairs are applied, or it is refused.
+"""Reads an adapter: a PEFT directory, or tensors from memory. All pairs are applied, or it is
+refused.
 
 A file is data: nothing in it is executed, nothing is fetched. All reasons are reported at once.
 """

@@ -16,14 +16,37 @@ DEFAULT_RANK = 8  # PEFT's own defaults
 DEFAULT_ALPHA = 8
 # Fields that decide rank and scaling, or only which modules were adapted (the tensors say that).
 HANDLED = frozenset(
-    "r lora_alpha use_rslora rank_pattern alpha_pattern "
-    "target_modules exclude_modules layers_to_transform layers_pattern".split()
+    [
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+    ]
 )
 # Fields without effect on what a saved adapter computes.
 INERT = frozenset(
-    "peft_type task_type peft_version auto_mapping base_model_name_or_path revision "
-    "inference_mode lora_dropout megatron_core qalora_group_size runtime_config "
-    "loftq_config eva_config corda_config lora_ga_config".split()
+    [
+        "peft_type",
+        "task_type",
+        "peft_version",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "qalora_group_size",
+        "runtime_config",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+    ]
 )
 # Initializations that leave the base as it was; others take a part of it into the adapter.
 PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")

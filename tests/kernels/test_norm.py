@@ -12,7 +12,9 @@ def expected(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def test_rms_norm() -> None:
     x, weight = torch.randn(3, 5, 48), torch.randn(48)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), expected(x, weight, 1e-5), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5).double(), expected(x, weight, 1e-5), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_rms_norm_keeps_dtype_and_survives_large_values() -> None:

@@ -37,7 +37,9 @@ def test_more_than_the_budget_is_refused_with_both_numbers_and_changes_nothing()
 def test_reserving_after_the_seal_names_both_components() -> None:
     ledger = make_ledger()
     MemoryPlan.build(ledger, [ledger.reserve("model", 1, "weights")])
-    with pytest.raises(WiringError, match=r"late_buffers: reserves 8 B .* after memory_plan sealed"):
+    with pytest.raises(
+        WiringError, match=r"late_buffers: reserves 8 B .* after memory_plan sealed"
+    ):
         ledger.reserve("late_buffers", 8, "graph buffers")
 
 
