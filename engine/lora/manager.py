@@ -107,8 +107,7 @@ class LoRAManager:
     def resolve(self, name: str) -> LoRARef:
         """The current load behind `name`. Raises AdapterError that lists the known names."""
         if name not in self._by_name:
-            known = ", ".join(self._by_name) or "none"
-            raise AdapterError(f"adapter {name!r} is not loaded; loaded adapters: {known}")
+            raise self._unknown(name)
         return self._by_id[self._by_name[name]].ref
 
     # ------------------------------------------------------------------ life of a request
@@ -184,7 +183,7 @@ class LoRAManager:
 
     # ------------------------------------------------------------------ private work
 
-    def _logged(self, verb: str, ref: LoRARef, work: Callable[[], None]) -> LoRAUpdateOutput:
+    def _logged(self, verb: str, ref: LoRARef, work: Callable[[], str]) -> LoRAUpdateOutput:
         available = format_bytes(self._device.available_bytes())
         logger.info(
             "lora {}: {!r} from {} starts, {} available", verb, ref.name, ref.path, available
@@ -192,20 +191,20 @@ class LoRAManager:
         started = time.perf_counter()
         error = ""
         try:
-            work()
+            outcome = work()
         except AdapterError as refused:
-            error = str(refused)
+            error = outcome = str(refused)
         available = format_bytes(self._device.available_bytes())
-        outcome = f"refused: {error}" if error else "done"
         seconds = time.perf_counter() - started
         logger.log(
             "WARNING" if error else "INFO",
-            "lora {}: {!r} {} in {:.2f} s, {} available",
+            "lora {}: {!r} {} in {:.2f} s, {} available: {}",
             verb,
             ref.name,
-            outcome,
+            "refused" if error else "done",
             seconds,
             available,
+            outcome,
         )
         loaded = {known.name: known.path for known in self.list_adapters()}
         return LoRAUpdateOutput(not error, error, loaded)
@@ -223,24 +222,32 @@ class LoRAManager:
                 time.perf_counter() - started,
             )
 
-    def _load_lora_adapter(self, ref: LoRARef) -> None:
+    def _load_lora_adapter(self, ref: LoRARef) -> str:
         self._check_new(ref)
-        self._register(ref, read_adapter(_adapter_directory(ref.path), self._targets))
+        adapter = read_adapter(_adapter_directory(ref.path), self._targets)
+        self._register(ref, adapter)
+        return adapter.describe()
 
     def _load_lora_adapter_from_tensors(
         self, ref: LoRARef, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
-    ) -> None:
+    ) -> str:
         self._check_new(ref)
-        self._register(ref, adapter_from_tensors(tensors, config, self._targets))
+        adapter = adapter_from_tensors(tensors, config, self._targets)
+        self._register(ref, adapter)
+        return adapter.describe()
 
-    def _unload_lora_adapter(self, ref: LoRARef) -> None:
+    def _unload_lora_adapter(self, ref: LoRARef) -> str:
         loaded = self._by_id.get(ref.lora_id)
         if loaded is None or loaded.retired:
-            known = ", ".join(self._by_name) or "none"
-            raise AdapterError(f"adapter {ref.name!r} is not loaded; loaded adapters: {known}")
+            raise self._unknown(ref.name)
         loaded.retired = True
         del self._by_name[ref.name]
         self._forget_if_unused(loaded)
+        return f"{loaded.num_open} requests still use it" if loaded.num_open else "its slot is free"
+
+    def _unknown(self, name: str) -> AdapterError:
+        known = ", ".join(self._by_name) or "none"
+        return AdapterError(f"adapter {name!r} is not loaded; loaded adapters: {known}")
 
     def _check_new(self, ref: LoRARef) -> None:
         if self.max_loras_per_batch == 0:
