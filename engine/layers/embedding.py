@@ -22,7 +22,7 @@ class Embedding:
 
 
 class OutputHead:
-    """Logits from hidden states; a tied head shares the embedding's weight and owns nothing."""
+    """Logits from hidden states; a tied head shares the embedding's weight until it is packed."""
 
     def __init__(
         self, ctx: BuildContext, vocab_size: int, hidden_size: int, tied_to: Embedding | None
@@ -30,6 +30,10 @@ class OutputHead:
         self.ops = ctx.ops
         self.tied = tied_to is not None
         self.weight = tied_to.weight if tied_to is not None else ctx.empty(vocab_size, hidden_size)
+
+    def pack(self) -> None:
+        """As for linear layers; a tied head then owns a copy, for the embedding stays as it is."""
+        self.weight = self.ops.pack_weight(self.weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, hidden] -> logits [N, vocab]."""

@@ -73,6 +73,10 @@ class Linear:
         """Local input width."""
         return self._in_shard[1]
 
+    def pack(self) -> None:
+        """Put the filled weight into the layout that the ops want; slots are void afterwards."""
+        self.weight = self.ops.pack_weight(self.weight)
+
     def shard_starts(self, index: int) -> tuple[int, int]:
         """Where member `index`'s local inputs and outputs begin in the whole matrix."""
         return self._in_shard[0], self._out_shards[index][0]

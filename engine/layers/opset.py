@@ -9,7 +9,7 @@ import torch
 
 from engine.config import KernelsConfig, KernelSet
 from engine.kernels import lora, norm, rope, silu_mul
-from engine.kernels.linear import linear
+from engine.kernels.linear import has_blocked_layout, linear, pack_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,8 @@ class OpSet:
     """One callable per op; signatures are those of the plain-torch references beside this file."""
 
     linear: Callable[..., torch.Tensor]
+    pack_weight: Callable[[torch.Tensor], torch.Tensor]
+    has_blocked_layout: Callable[[str, torch.dtype], bool]
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., torch.Tensor]
     apply_rope: Callable[..., None]
@@ -31,6 +33,8 @@ class OpSet:
 
 REFERENCE = OpSet(
     linear=linear,
+    pack_weight=pack_weight,
+    has_blocked_layout=has_blocked_layout,
     rms_norm=norm.rms_norm,
     add_rms_norm=norm.add_rms_norm,
     apply_rope=rope.apply_rope,

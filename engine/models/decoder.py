@@ -75,6 +75,19 @@ class Decoder:
             slots |= layer.slots()
         return slots | self.norm.slots("model.norm") | self.head.slots("lm_head")
 
+    def pack(self) -> None:
+        """Put the filled weights into the layout that the ops want, one by one."""
+        for layer in self.layers:
+            for linear in layer.linears():
+                linear.pack()
+        self.head.pack()
+
+    def num_bytes(self, device_type: str) -> int:
+        """Bytes of all parameters on a device of that type; a packed tied head is a copy."""
+        targets = [part.target for slot in self.slots().values() for part in slot.parts]
+        copied = self.head.tied and self.head.ops.has_blocked_layout(device_type, targets[0].dtype)
+        return sum(target.nbytes for target in targets) + copied * self.head.weight.nbytes
+
     def forward(self, step: Step, backend: AttentionBackend) -> torch.Tensor:
         """Logits [N, vocab] of the step's `logit_rows`."""
         residual = self.embedding(step.token_ids)
@@ -114,7 +127,7 @@ class DecoderModel:
                 f"{self.spec.max_position_embeddings} positions"
             )
         counted = Decoder(BuildContext(torch.device("meta"), self.dtype, topology, ops), self.spec)
-        num_bytes = sum(p.target.nbytes for slot in counted.slots().values() for p in slot.parts)
+        num_bytes = counted.num_bytes(device.kind.value)
         self.receipt = ledger.reserve(
             "model", num_bytes, f"weights of {self.name}, {cfg.dtype.value}"
         )
@@ -127,6 +140,8 @@ class DecoderModel:
             report = fill_randomly(slots, cfg.dummy_seed)
         else:
             report = load_weights(slots, checkpoint)
+        del slots
+        self.decoder.pack()
         logger.info(
             "model: {} tensors, {} of {} in {:.1f} s",
             report.num_tensors,
