@@ -1,17 +1,16 @@
 """RMSNorm, alone and behind a residual add.
 
 Shapes: T tokens, H hidden. Formula: x / sqrt(mean(x^2) + eps) * weight, statistics in float32
-(Zhang and Sennrich, 2019), product with the weight in x's dtype as the Llama family has it.
+(Zhang and Sennrich, 2019).
 """
 
 import torch
+import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., H], weight [H] -> [..., H] in x's dtype."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * scale).to(x.dtype).mul_(weight)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(

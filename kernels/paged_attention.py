@@ -15,12 +15,12 @@ import torch.nn.functional as F
 class DecodeRows:
     """Rows with one new token each and similar context lengths.
 
-    `rows` [B] indexes the step's tokens; `head_pages` [B * K * pages] indexes the cache seen as [P
-    * K, S * D]; `bias` [B * K, 1, L] is 0 where a key may be read and -inf elsewhere, in the
-    cache's dtype.
+    `rows` [B] indexes the step's tokens (None: all of them, in order); `head_pages` [B * K * pages]
+    indexes the cache seen as [P * K, S * D]; `bias` [B * K, 1, L] is 0 where a key may be read and
+    -inf elsewhere, in the cache's dtype.
     """
 
-    rows: torch.Tensor
+    rows: torch.Tensor | None
     head_pages: torch.Tensor
     bias: torch.Tensor
 
@@ -63,10 +63,11 @@ def decode_attention(
     """
     batch, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
-    q = (q * scale).view(batch * kv_heads, heads // kv_heads, head_dim)
+    q = q.reshape(batch * kv_heads, heads // kv_heads, head_dim)
     k = _gather(keys, group.head_pages, batch * kv_heads)
     v = _gather(values, group.head_pages, batch * kv_heads)
-    weights = torch.bmm(q, k.transpose(1, 2)).add_(group.bias).softmax(-1)
+    scores = torch.baddbmm(group.bias, q, k.transpose(1, 2), alpha=scale)
+    weights = scores.softmax(-1)
     return torch.bmm(weights, v).view(batch, heads, head_dim)
 
 

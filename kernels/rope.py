@@ -7,12 +7,13 @@ a sin) with a and b the two halves of the first P dimensions (Su et al., 2021).
 import torch
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate x [T, N, D] in place by cos and sin [T, 1, P / 2], float32 or x's dtype."""
-    half = cos.shape[-1]
-    a = x[..., :half]
-    b = x[..., half : 2 * half]
-    rotated_a = a * cos - b * sin
-    rotated_b = b * cos + a * sin
-    a.copy_(rotated_a)
-    b.copy_(rotated_b)
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, N, D] rotated by cos and sin [T, 1, P] in x's dtype, which give each angle twice, the
+    first half of sin negated -> [T, N, D], contiguous.
+    """
+    rotary_dim = cos.shape[-1]
+    rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    half = rotary_dim // 2
+    swapped = torch.cat((rotated[..., half:], rotated[..., :half]), dim=-1)
+    out = (rotated * cos).addcmul_(swapped, sin)
+    return out if rotary_dim == x.shape[-1] else torch.cat((out, rest), dim=-1)

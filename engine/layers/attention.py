@@ -29,7 +29,7 @@ class AttentionBackend(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """cos and sin [T, 1, rotary_dim / 2] of the step's positions."""
+    """cos and sin [T, 1, rotary_dim] of the step's positions."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -73,7 +73,7 @@ class Attention:
             qk = torch.cat(
                 (self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), 1
             )
-        self.ops.apply_rope(qk, rotation.cos, rotation.sin)
+        qk = self.ops.apply_rope(qk, rotation.cos, rotation.sin)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         return self.output(backend.attend(self.layer, q, k, v, step), step)
 

@@ -21,7 +21,7 @@ class OpSet:
     has_blocked_layout: Callable[[str, torch.dtype], bool]
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., torch.Tensor]
-    apply_rope: Callable[..., None]
+    apply_rope: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
     add_lora: Callable[..., None]
 

@@ -41,6 +41,11 @@ class Rotary:
         self.dtype = dtype
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [T] -> cos, sin [T, 1, rotary_dim / 2] in the model's dtype."""
+        """positions int64 [T] -> cos, sin [T, 1, rotary_dim] in the model's dtype.
+
+        Each half holds all angles; the first half of sin is negated, for the rotate-half
+        convention.
+        """
         angles = (positions[:, None].float() * self.frequencies)[:, None]
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), -1).to(self.dtype), torch.cat((-sin, sin), -1).to(self.dtype)

@@ -1,7 +1,7 @@
 """The adapters of one step: which tokens use which rows of the rank pool, as the kernels want it.
 
-Tokens come sorted by their adapter's place in the pool, base tokens first. Adapters with many
-tokens become spans; those with few are put together into runs of neighbouring rank blocks.
+Tokens come sorted by their adapter's place in the pool, base tokens first. Neighbours of equal rank
+become one run as long as little is computed for nothing: padding to the longest, idle rows between.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.lora import BLOCK_ROWS, LoRABlocks, LoRASpan
+from engine.kernels.lora import LoRARun
 
-# An adapter with more tokens than this in a step is a span of its own.
-MAX_BLOCK_TOKENS = 16
-# Idle blocks between two adapters that are computed for nothing rather than starting another run.
-MAX_IDLE_BLOCKS = 2
+# Segments of different lengths share a run if none is longer than this.
+MAX_PADDED_TOKENS = 16
+# Idle ranges between two adapters that are computed for nothing rather than starting another run.
+MAX_IDLE_RANGES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,58 +26,57 @@ class Segment:
     row_start: int
     row_stop: int
 
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def rank(self) -> int:
+        return self.row_stop - self.row_start
+
 
 @dataclass(frozen=True, slots=True)
 class LoRABatch:
-    """A step's tokens by adapter; together the two parts cover every adapter's token once."""
+    """A step's runs; together they cover every adapter's token once."""
 
-    spans: tuple[LoRASpan, ...]
-    blocks: tuple[LoRABlocks, ...]
+    runs: tuple[LoRARun, ...]
 
     @classmethod
     def bind(cls, segments: Sequence[Segment], device: torch.device) -> "LoRABatch":
-        """`segments` must ascend in tokens and in rows, one per adapter, rows in whole blocks."""
-        spans, few = [], []
+        """`segments` must ascend in tokens and in rows, one per adapter, no base token between."""
+        groups: list[list[Segment]] = []
         for segment in segments:
-            if segment.stop - segment.start > MAX_BLOCK_TOKENS:
-                rows = segment.row_start, segment.row_stop
-                spans.append(LoRASpan(segment.start, segment.stop, *rows))
+            if groups and _joins(groups[-1], segment):
+                groups[-1].append(segment)
             else:
-                few.append(segment)
-        return cls(tuple(spans), tuple(_blocks(run, device) for run in _runs(few)))
+                groups.append([segment])
+        return cls(tuple(_run(group, device) for group in groups))
 
 
-def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Segments whose blocks lie together, up to MAX_IDLE_BLOCKS apart."""
-    runs: list[list[Segment]] = []
-    for segment in segments:
-        gap = segment.row_start - runs[-1][-1].row_stop if runs else 0
-        if not runs or gap > MAX_IDLE_BLOCKS * BLOCK_ROWS:
-            runs.append([])
-        runs[-1].append(segment)
-    return runs
+def _joins(group: Sequence[Segment], segment: Segment) -> bool:
+    """Whether `segment` may be computed together with `group`, which lies before it."""
+    last = group[-1]
+    gap = segment.row_start - last.row_stop
+    if segment.rank != last.rank or gap % last.rank or gap > MAX_IDLE_RANGES * last.rank:
+        return False
+    if segment.num_tokens == last.num_tokens and gap == 0:
+        return True
+    return max(segment.num_tokens, *(s.num_tokens for s in group)) <= MAX_PADDED_TOKENS
 
 
-def _blocks(run: Sequence[Segment], device: torch.device) -> LoRABlocks:
-    row_start, row_stop = run[0].row_start, run[-1].row_stop
-    width = max(segment.stop - segment.start for segment in run)
-    num_blocks = (row_stop - row_start) // BLOCK_ROWS
-    tokens = torch.zeros((num_blocks, width), dtype=torch.int64)
-    real = torch.zeros((num_blocks, width), dtype=torch.bool)
-    for segment in run:
-        first = (segment.row_start - row_start) // BLOCK_ROWS
-        last = (segment.row_stop - row_start) // BLOCK_ROWS
-        count = segment.stop - segment.start
-        tokens[first:last, :count] = torch.arange(segment.start, segment.stop)
-        real[first:last, :count] = True
-    places = real.view(-1).nonzero().view(-1)
-    flat = tokens.view(-1)
-    all_real = len(places) == len(flat)
-    return LoRABlocks(
-        row_start,
-        row_stop,
-        width,
-        flat.to(device),
-        None if all_real else places.to(device),
-        flat[places].to(device),
-    )
+def _run(group: Sequence[Segment], device: torch.device) -> LoRARun:
+    first, last = group[0], group[-1]
+    width = max(segment.num_tokens for segment in group)
+    count = (last.row_stop - first.row_start) // first.rank
+    tokens: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    if count * width != last.stop - first.start:
+        tokens = torch.zeros((count, width), dtype=torch.int64)
+        found = []
+        for segment in group:
+            index = (segment.row_start - first.row_start) // first.rank
+            tokens[index, : segment.num_tokens] = torch.arange(segment.start, segment.stop)
+            found.append(torch.arange(segment.num_tokens) + index * width)
+        tokens, places = tokens.view(-1).to(device), torch.cat(found).to(device)
+    rows = first.row_start, last.row_stop
+    return LoRARun(first.start, last.stop, *rows, first.rank, width, tokens, places)

@@ -8,7 +8,6 @@ the slots' business.
 import torch
 
 from engine.device import Device
-from engine.kernels.lora import BLOCK_ROWS
 from engine.layers.linear import Linear, LinearDelta
 from engine.layers.opset import OpSet
 from engine.lora.adapter import HostAdapter
@@ -16,10 +15,12 @@ from engine.lora.batch import LoRABatch
 from engine.memory.ledger import MemoryLedger, Receipt
 from engine.models.decoder import DecoderModel
 
+ROW_ALIGNMENT = 8
+
 
 def aligned_rank(rank: int) -> int:
     """Rows that an adapter of `rank` occupies."""
-    return -(-rank // BLOCK_ROWS) * BLOCK_ROWS
+    return -(-rank // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 class RankRanges:
@@ -82,7 +83,7 @@ class LinearLoRA(LinearDelta):
 
     def add(self, x: torch.Tensor, y: torch.Tensor, batch: LoRABatch) -> None:
         """y [T, O] += the bound adapters' deltas of x [T, I]."""
-        self.ops.add_lora(x, y, self.a, self.b, self.widths, batch.spans, batch.blocks)
+        self.ops.add_lora(x, y, self.a, self.b, self.widths, batch.runs)
 
     def write(self, start: int, length: int, adapter: HostAdapter) -> None:
         """Write rows `start`..`start + length` whole: the adapter's pairs, zeros where it has none.

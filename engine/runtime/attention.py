@@ -8,7 +8,7 @@ work; prompts go one by one. Knows pages by number; who owns them is the schedul
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -85,6 +85,8 @@ class PagedAttention(AttentionBackend):
                 prefill.append(self._prefill_row(token, row))
             token += row.num_new
         groups = [group for key in sorted(decode) for group in self._decode_groups(decode[key])]
+        if len(groups) == 1 and not prefill:
+            groups = [replace(groups[0], rows=None)]
         write_index = torch.from_numpy(np.concatenate(writes).ravel())
         return PagedStep(write_index.to(self._device), tuple(groups), tuple(prefill))
 
@@ -96,6 +98,8 @@ class PagedAttention(AttentionBackend):
         keys, values = self._keys[layer], self._values[layer]
         write_kv(keys, paged.write_index, k)
         write_kv(values, paged.write_index, v)
+        if len(paged.decode) == 1 and paged.decode[0].rows is None:
+            return decode_attention(q, keys, values, paged.decode[0], self._scale).flatten(1)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in paged.decode:
             out[group.rows] = decode_attention(q[group.rows], keys, values, group, self._scale)

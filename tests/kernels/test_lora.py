@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.lora import add_lora
-from engine.lora.batch import MAX_BLOCK_TOKENS, LoRABatch, Segment
+from engine.lora.batch import MAX_PADDED_TOKENS, LoRABatch, Segment
 
 IN = 10
 shapes = st.lists(
     st.tuples(
-        st.integers(1, 2 * MAX_BLOCK_TOKENS),
+        st.integers(1, 2 * MAX_PADDED_TOKENS),
         st.sampled_from([8, 16, 24]),
         st.sampled_from([0, 8, 24, 40]),
     ),
@@ -44,7 +44,7 @@ def test_any_mix_equals_one_by_one(
                 column += width
     untouched = y[:num_base].clone()
     batch = LoRABatch.bind(segments, torch.device("cpu"))
-    add_lora(x, y, a, b, widths, batch.spans, batch.blocks)
+    add_lora(x, y, a, b, widths, batch.runs)
     torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(y[:num_base], untouched)
 
@@ -54,7 +54,7 @@ def test_idle_rows_between_adapters_disturb_nobody() -> None:
     a, b = torch.full((24, 1, IN), torch.inf), torch.full((24, 4), torch.nan)
     a[:8], b[:8], a[16:], b[16:] = 1.0, 1.0, 2.0, 1.0
     batch = LoRABatch.bind([Segment(0, 2, 0, 8), Segment(2, 3, 16, 24)], torch.device("cpu"))
-    assert len(batch.blocks) == 1, "the gap is computed through"
+    assert len(batch.runs) == 1, "the gap is computed through"
     x, y = torch.ones(3, IN), torch.zeros(3, 4)
-    add_lora(x, y, a, b, (4,), batch.spans, batch.blocks)
+    add_lora(x, y, a, b, (4,), batch.runs)
     assert y.tolist() == [[80.0] * 4] * 2 + [[160.0] * 4]

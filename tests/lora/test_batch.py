@@ -1,42 +1,39 @@
-"""Binding a step: long segments are spans, short neighbours share a run, padding is told apart."""
+"""Binding a step: which neighbours are computed together, and that padding is told apart."""
 
 import torch
 
-from engine.lora.batch import MAX_BLOCK_TOKENS, MAX_IDLE_BLOCKS, LoRABatch, Segment
+from engine.lora.batch import MAX_IDLE_RANGES, MAX_PADDED_TOKENS, LoRABatch, Segment
 
 CPU = torch.device("cpu")
+LONG = MAX_PADDED_TOKENS + 1
 
 
-def test_prompts_are_spans_and_decoding_is_one_run() -> None:
-    many = MAX_BLOCK_TOKENS + 1
-    segments = [
-        Segment(2, 3, 0, 8),
-        Segment(3, 3 + many, 8, 24),
-        Segment(3 + many, 5 + many, 24, 32),
-    ]
-    batch = LoRABatch.bind(segments, CPU)
-    assert [(s.start, s.stop, s.row_start, s.row_stop) for s in batch.spans] == [
-        (3, 3 + many, 8, 24)
-    ]
-    (run,) = batch.blocks
-    assert (run.row_start, run.row_stop, run.width) == (0, 32, 2)
-    assert run.targets.tolist() == [2, 3 + many, 4 + many]
+def shape(batch: LoRABatch) -> list[tuple[int, int, int, int, int]]:
+    return [(r.start, r.stop, r.row_start, r.row_stop, r.width) for r in batch.runs]
 
 
-def test_a_wide_gap_starts_another_run() -> None:
-    gap = (MAX_IDLE_BLOCKS + 1) * 8
-    batch = LoRABatch.bind([Segment(0, 1, 0, 8), Segment(1, 2, 8 + gap, 16 + gap)], CPU)
-    assert [(run.row_start, run.row_stop) for run in batch.blocks] == [(0, 8), (8 + gap, 16 + gap)]
+def test_equal_neighbours_are_one_run_without_padding_however_long() -> None:
+    for count in (1, 3, LONG):
+        segments = [Segment(2 + i * count, 2 + (i + 1) * count, 8 * i, 8 * i + 8) for i in range(3)]
+        batch = LoRABatch.bind(segments, CPU)
+        assert shape(batch) == [(2, 2 + 3 * count, 0, 24, count)]
+        assert batch.runs[0].tokens is None and batch.runs[0].places is None
 
 
-def test_equal_counts_need_no_padding() -> None:
-    (run,) = LoRABatch.bind([Segment(1, 3, 0, 8), Segment(3, 5, 8, 24)], CPU).blocks
-    assert run.real is None
-    assert run.tokens.tolist() == run.targets.tolist() == [1, 2, 3, 4, 3, 4]
+def test_ranks_long_prompts_and_wide_gaps_start_another_run() -> None:
+    ranks = [Segment(0, 1, 0, 8), Segment(1, 2, 8, 24)]
+    lengths = [Segment(0, 1, 0, 8), Segment(1, 1 + LONG, 8, 16)]
+    gap = 8 + (MAX_IDLE_RANGES + 1) * 8
+    gaps = [Segment(0, 1, 0, 8), Segment(1, 2, gap, gap + 8)]
+    odd_gap = [Segment(0, 1, 0, 16), Segment(1, 2, 24, 40)]
+    for segments in (ranks, lengths, gaps, odd_gap):
+        assert len(LoRABatch.bind(segments, CPU).runs) == 2
 
 
-def test_unequal_counts_mark_what_is_real() -> None:
-    (run,) = LoRABatch.bind([Segment(0, 1, 0, 8), Segment(1, 4, 8, 16)], CPU).blocks
-    assert run.real is not None
-    assert run.real.tolist() == [0, 3, 4, 5]
-    assert run.tokens[run.real].tolist() == run.targets.tolist() == [0, 1, 2, 3]
+def test_short_segments_are_padded_and_every_token_has_its_place() -> None:
+    segments = [Segment(1, 2, 0, 8), Segment(2, 5, 8, 16), Segment(5, 7, 24, 32)]
+    (run,) = LoRABatch.bind(segments, CPU).runs
+    assert (run.start, run.stop, run.row_start, run.row_stop, run.width) == (1, 7, 0, 32, 3)
+    assert run.tokens is not None and run.places is not None
+    assert run.tokens[run.places].tolist() == [1, 2, 3, 4, 5, 6]
+    assert (run.places // 3).tolist() == [0, 1, 1, 1, 3, 3]
