@@ -59,13 +59,22 @@ def test_end_tokens_of_both_files_count() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' is not supported; supported are llama"),
+        (
+            {"model_type": "qwen3_moe"},
+            "model_type 'qwen3_moe' is not supported; supported are llama",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 lacks low_freq_factor"),
         ({"hidden_size": None}, "hidden_size is None, expected a whole number above 0"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 does not divide by num_key_value_heads 3"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads 4 does not divide by num_key_value_heads 3",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
+            "use_sliding_window",
+        ),
     ],
 )
 def test_refusals_name_the_field(change: dict[str, Any], message: str) -> None:

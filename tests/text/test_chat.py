@@ -22,7 +22,9 @@ CONVERSATIONS = [
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("ask", [True, False])
-def test_default_model_renders_as_transformers(conversation: list[dict[str, str]], ask: bool) -> None:
+def test_default_model_renders_as_transformers(
+    conversation: list[dict[str, str]], ask: bool
+) -> None:
     directory = default_model_directory(None)
     own = Tokenizer.from_checkpoint(DirectoryCheckpoint(directory))
     expected = AutoTokenizer.from_pretrained(directory).apply_chat_template(

@@ -20,7 +20,12 @@ def byte_fallback() -> Tokenizer:
     tokens = ["<unk>", *pieces, *(f"<0x{byte:02X}>" for byte in range(256))]
     own = Library(models.BPE({t: i for i, t in enumerate(tokens)}, [], byte_fallback=True))
     own.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return Tokenizer(TokenizerData(own.to_str()))
 
@@ -39,7 +44,9 @@ def deltas(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_joined_deltas_equal_the_whole(kinds: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
+def test_joined_deltas_equal_the_whole(
+    kinds: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
     tokenizer = kinds[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=60))
     assert "".join(deltas(tokenizer, ids)) == tokenizer.decode(ids)

@@ -1,4 +1,4 @@
-"""Stop strings over any cutting of the text into pieces, against the definition on the whole text."""
+"""Stop strings over any cutting into pieces, against the definition on the whole text."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

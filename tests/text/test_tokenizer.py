@@ -16,7 +16,8 @@ from engine.weights.default_model import default_model_directory
 NASTY = [
     "", " ", "   ", "\n\n\t x", "12345 67.8", "don't we'll I'D", "  leading", "trailing  ",
     "\u4e2d\u6587\u5b57", "\u00e9\u0301 caf\u00e9", "\U0001f600\U0001f468\u200d\U0001f469",
-    "<|im_start|>user\nhi<|im_end|>", "</s><s>", "a\u0000b", "\u200b zero", "def f(x):\n    return x",
+    "<|im_start|>user\nhi<|im_end|>", "</s><s>", "a\u0000b", "\u200b zero", "def f(x):\n    "
+    "return x",
 ]  # fmt: skip
 
 

@@ -96,7 +96,10 @@ def test_unpermute_undoes_the_converter() -> None:
     ("fields", "message"),
     [
         ({"pre": "viking"}, "tokenizer model 'gpt2' with pre-tokenizer 'viking' is not supported"),
-        ({"tokenizer": "llama"}, "tokenizer model 'llama' .* put the model's tokenizer.json beside"),
+        (
+            {"tokenizer": "llama"},
+            "tokenizer model 'llama' .* put the model's tokenizer.json beside",
+        ),
     ],
 )
 def test_unknown_tokenizers_are_refused_unless_a_json_lies_beside(
@@ -109,7 +112,9 @@ def test_unknown_tokenizers_are_refused_unless_a_json_lies_beside(
     assert len(greedy(make_engine(path))) == 8
 
 
-def test_other_architectures_and_broken_files_are_named(bases: Path, tmp_path: Path, make_engine: Any) -> None:
+def test_other_architectures_and_broken_files_are_named(
+    bases: Path, tmp_path: Path, make_engine: Any
+) -> None:
     path = write(bases / "llama", tmp_path / "model.gguf", "gemma")
     with pytest.raises(ModelError, match="GGUF architecture 'gemma' is not supported"):
         make_engine(path)

@@ -73,7 +73,9 @@ def test_a_truncated_file_is_named(base: Path, make_engine: Any) -> None:
         make_engine(base)
 
 
-def test_buffers_and_a_tied_copy_of_the_head_are_passed_over(bases: Path, tmp_path: Path, make_engine: Any) -> None:
+def test_buffers_and_a_tied_copy_of_the_head_are_passed_over(
+    bases: Path, tmp_path: Path, make_engine: Any
+) -> None:
     target = tmp_path / "tied"
     shutil.copytree(bases / "llama_tied", target)
     expected = greedy(make_engine(target))
@@ -90,13 +92,24 @@ def test_buffers_and_a_tied_copy_of_the_head_are_passed_over(bases: Path, tmp_pa
     ("break_it", "message"),
     [
         (lambda base: (base / "config.json").unlink(), r"config\.json: missing"),
-        (lambda base: (base / "config.json").write_text("{"), r"config\.json: not readable as JSON"),
-        (lambda base: (base / "config.json").write_text("[]"), "holds a list, expected a JSON object"),
-        (lambda base: (base / "model.safetensors").unlink(), r"model\.safetensors is missing; expected"),
+        (
+            lambda base: (base / "config.json").write_text("{"),
+            r"config\.json: not readable as JSON",
+        ),
+        (
+            lambda base: (base / "config.json").write_text("[]"),
+            "holds a list, expected a JSON object",
+        ),
+        (
+            lambda base: (base / "model.safetensors").unlink(),
+            r"model\.safetensors is missing; expected",
+        ),
         (lambda base: shutil.rmtree(base), "is no directory and no .gguf file"),
     ],
 )
-def test_broken_directories(base: Path, make_engine: Any, break_it: Callable[[Path], Any], message: str) -> None:
+def test_broken_directories(
+    base: Path, make_engine: Any, break_it: Callable[[Path], Any], message: str
+) -> None:
     break_it(base)
     with pytest.raises(ModelError, match=message):
         make_engine(base)
@@ -112,7 +125,9 @@ def test_dummy_weights_need_a_config_only(base: Path, make_engine: Any) -> None:
 
 
 def test_a_context_longer_than_the_model_has_is_refused(base: Path, make_engine: Any) -> None:
-    with pytest.raises(ConfigError, match=r"model\.max_model_len: got 513, llama allows at most 512"):
+    with pytest.raises(
+        ConfigError, match=r"model\.max_model_len: got 513, llama allows at most 512"
+    ):
         make_engine(base, model={"max_model_len": 513})
 
 
