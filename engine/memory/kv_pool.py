@@ -14,8 +14,7 @@ from engine.models.decoder import DecoderModel
 
 
 class KVPool:
-    """`keys[layer]`, `values[layer]`: [num_pages, kv_heads, page_size, head_dim] in the model
-    dtype.
+    """`layers[i]`: keys, then values, [2, num_pages, kv_heads, page_size, head_dim], model dtype.
 
     Zeroed: a masked position must hold a finite number.
     """
@@ -41,9 +40,8 @@ class KVPool:
                 f"{format_bytes(plan.kv_bytes)}; raise memory.fraction or device.memory_bytes, "
                 "or reserve less:\n" + plan.render(0, "no page fits")
             )
-        shape = (layers, self.num_pages, heads, cfg.page_size, head_dim)
-        self.keys = device.zeros(shape, model.dtype)
-        self.values = device.zeros(shape, model.dtype)
+        shape = (2, self.num_pages, heads, cfg.page_size, head_dim)
+        self.layers = [device.zeros(shape, model.dtype) for _ in range(layers)]
         logger.info("kv_pool: {} tokens, {}", self.num_tokens, format_bytes(self.num_bytes))
 
     @property

@@ -42,7 +42,10 @@ class RowContext:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """A step as the kernels want it. `write_index` [T * K]: where each new key and value goes."""
+    """A step as the kernels want it.
+
+    `write_index` [T * 2 * K]: where each token's keys and values go, as `write_kv` takes it.
+    """
 
     write_index: torch.Tensor
     decode: tuple[DecodeRows, ...]
@@ -56,7 +59,8 @@ class PagedAttention(AttentionBackend):
         self, cfg: KernelsConfig, kv_pool: KVPool, model: DecoderModel, device: Device
     ) -> None:
         self.name = cfg.attention.value
-        self._keys, self._values = kv_pool.keys, kv_pool.values
+        self._caches = kv_pool.layers
+        self._values_at = kv_pool.num_pages
         self._page_size = kv_pool.page_size
         self._kv_heads, self._head_dim, _ = model.kv_shape
         self._window = model.spec.sliding_window
@@ -75,9 +79,9 @@ class PagedAttention(AttentionBackend):
             positions = np.arange(row.num_computed, row.num_computed + row.num_new)
             pages = np.asarray(row.pages)[positions // self._page_size]
             offsets = positions % self._page_size
-            writes.append(
-                (pages[:, None] * self._kv_heads + self._heads) * self._page_size + offsets[:, None]
-            )
+            head_pages = pages[:, None] * self._kv_heads + self._heads
+            heads = np.concatenate((head_pages, head_pages + self._values_at * self._kv_heads), 1)
+            writes.append(heads * self._page_size + offsets[:, None])
             if row.num_new == 1:
                 num_pages = -(-(row.num_computed + 1) // self._page_size)
                 decode[num_pages.bit_length()].append((token, row))
@@ -95,18 +99,17 @@ class PagedAttention(AttentionBackend):
     ) -> torch.Tensor:
         """Store k, v [T, K, D], return [T, H * D]."""
         paged: PagedStep = step.attention
-        keys, values = self._keys[layer], self._values[layer]
-        write_kv(keys, paged.write_index, k)
-        write_kv(values, paged.write_index, v)
+        cache = self._caches[layer]
+        write_kv(cache, paged.write_index, k, v)
         if len(paged.decode) == 1 and paged.decode[0].rows is None:
-            return decode_attention(q, keys, values, paged.decode[0], self._scale).flatten(1)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            return decode_attention(q, cache, paged.decode[0], self._scale)
+        out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
         for group in paged.decode:
-            out[group.rows] = decode_attention(q[group.rows], keys, values, group, self._scale)
+            out[group.rows] = decode_attention(q[group.rows], cache, group, self._scale)
         for row in paged.prefill:
             own = slice(row.start, row.stop)
-            out[own] = prefill_attention(q[own], k[own], v[own], keys, values, row, self._scale)
-        return out.view(q.shape[0], -1)
+            out[own] = prefill_attention(q[own], k[own], v[own], cache, row, self._scale)
+        return out
 
     def _decode_groups(self, rows: list[tuple[int, RowContext]]) -> list[DecodeRows]:
         most_pages = max(-(-(row.num_computed + 1) // self._page_size) for _, row in rows)
@@ -142,9 +145,10 @@ class PagedAttention(AttentionBackend):
         return PrefillRow(token, stop, context, self._head_pages(pages), bias.to(self._device))
 
     def _head_pages(self, pages: np.ndarray) -> torch.Tensor:
-        """Page numbers [B, P] -> indexes of single heads' pages [B * K * P]."""
-        indexes = pages[:, None, :] * self._kv_heads + self._heads[None, :, None]
-        return torch.from_numpy(indexes.ravel()).to(self._device)
+        """Page numbers [B, P] -> indexes of heads' pages, keys then values [2 * B * K * P]."""
+        keys = (pages[:, None, :] * self._kv_heads + self._heads[None, :, None]).ravel()
+        both = np.concatenate((keys, keys + self._values_at * self._kv_heads))
+        return torch.from_numpy(both).to(self._device)
 
     def _bias(self, keys: np.ndarray, queries: np.ndarray) -> torch.Tensor:
         """0 where the query position may read the key position, -inf elsewhere; shapes

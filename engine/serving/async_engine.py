@@ -10,7 +10,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar, cast
 
+from loguru import logger
+
 from engine.lora.ref import LoRARef
+from engine.runtime.request import FinishReason
 from engine.runtime.sampling_params import SamplingParams
 from engine.serving.engine import Engine, Prompt
 from engine.serving.output import TokenEvent
@@ -87,10 +90,24 @@ class AsyncEngine:
 
     def _loop(self) -> None:
         while self._run_tasks():
-            for event in self.engine.step():
+            for event in self._step():
                 listener = self._listeners.get(event.request_id)
                 if listener is not None:
                     listener(event)
+
+    def _step(self) -> list[TokenEvent]:
+        """One step; a fault of the engine itself ends all streams with an error, not the loop."""
+        try:
+            return self.engine.step()
+        except Exception as error:
+            logger.exception("the engine's step failed")
+            for request_id in self._listeners:
+                self.engine.abort(request_id)
+            failed = FinishReason.error
+            return [
+                TokenEvent(request_id, None, "", finish_reason=failed, error=str(error))
+                for request_id in self._listeners
+            ]
 
     def _run_tasks(self) -> bool:
         """Run what was handed over, waiting for it when there is nothing to compute; False to

@@ -59,6 +59,7 @@ class Engine:
         self.lora_manager = lora_manager
         self.audit = audit
         self.throughput = Throughput()
+        self.components: dict[str, object] = {}  # the user's own by name, set by the wiring
         self._stop_ids = tokenizer.eos_token_ids | frozenset(model.spec.eos_token_ids)
         self._ids = itertools.count()
         self._streams: dict[int, OutputStream] = {}
@@ -109,7 +110,7 @@ class Engine:
         started = time.perf_counter()
         try:
             token_ids, logprobs = self._forward(rows)
-        except (RuntimeError, EngineError) as error:
+        except Exception as error:
             logger.exception("step of {} rows failed", len(rows))
             return [self._fail(row.request, error) for row in rows]
         num_tokens = sum(row.num_new for row in rows)

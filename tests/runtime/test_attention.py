@@ -18,10 +18,10 @@ class Pool:
     """What the backend needs of a KV pool."""
 
     page_size = PAGE
+    num_pages = NUM_PAGES
 
     def __init__(self) -> None:
-        self.keys = torch.full((1, NUM_PAGES, KV_HEADS, PAGE, DIM), 1e3)
-        self.values = torch.full_like(self.keys, -1e3)
+        self.layers = [torch.full((2, NUM_PAGES, KV_HEADS, PAGE, DIM), 1e3)]
 
 
 class Spec:

@@ -94,3 +94,21 @@ def test_refusals_reach_the_caller(engine: Engine) -> None:
             assert (await collect(served, PROMPT, sampling(engine), None))[2] is FinishReason.length
 
     asyncio.run(run())
+
+
+def test_a_fault_of_the_engine_ends_streams_with_an_error_and_the_next_one_runs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise ValueError("boom")
+
+    async def run() -> None:
+        async with AsyncEngine(engine) as served:
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.scheduler, "schedule", broken)
+                events = [event async for event in served.stream(PROMPT, sampling(engine), "a")]
+            assert events[-1].finish_reason is FinishReason.error and events[-1].error == "boom"
+            assert (await collect(served, PROMPT, sampling(engine), "a"))[2] is FinishReason.length
+
+    asyncio.run(run())
+    engine.scheduler.check_integrity()
