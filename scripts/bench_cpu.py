@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.cli.job import OPENMP_DEFAULTS
+
 PROMPT, NEW, NUM_ADAPTERS, RANK, VOCAB = 64, 64, 8, 8, 49152
 BATCHES = (1, 8, 32)
 NAMES = [f"a{index}" for index in range(NUM_ADAPTERS)]
@@ -195,7 +197,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name, value in OPENMP_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     if args.work:
         kind, argument, folder = args.work
         work(kind, argument, Path(folder), args.repeat)
