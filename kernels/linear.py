@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 _EMULATED_ROWS = 2
+_blocked_linear = torch.ops.mkldnn._linear_pointwise.default
 
 
 @cache
@@ -39,7 +40,7 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, I], weight [O, I] packed or plain, bias [O] or None, one floating dtype -> [T, O]."""
     if weight.is_mkldnn:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        y: torch.Tensor = _blocked_linear(x, weight, bias, "none", [], "")
         return y
     emulated = x.dtype is torch.bfloat16 and x.device.type == "cpu" and not _has_native_bf16()
     if emulated and x.shape[0] > _EMULATED_ROWS:

@@ -30,34 +30,50 @@ class LoRARun:
     places: torch.Tensor | None
 
 
-def add_lora(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    widths: tuple[int, ...],
-    runs: tuple[LoRARun, ...],
-) -> None:
-    """y [T, O] += (x [T, I] @ a [R, M, I].T) @ b [R, O] of each token's own rows, member by member.
+@dataclass(frozen=True, slots=True)
+class BoundRun:
+    """A run with its parts of one layer's pool.
 
-    In place. b holds rank by output and has the scaling folded in.
+    `a` [adapters, rank * M, I]; `b`, a member each, [adapters, rank, width of the member].
+    """
+
+    run: LoRARun
+    a: torch.Tensor
+    b: tuple[torch.Tensor, ...]
+
+
+def bind_lora(
+    a: torch.Tensor, b: torch.Tensor, widths: tuple[int, ...], runs: tuple[LoRARun, ...]
+) -> tuple[BoundRun, ...]:
+    """Views of a [R, M, I] and b [R, O] (rank by output, scaling folded in) for `runs`.
+
+    Decoding binds once and adds many times: views cost as much as small products.
     """
     members, width_in = a.shape[1:]
+    bound = []
     for run in runs:
         own_a = a[run.row_start : run.row_stop].view(-1, run.rank * members, width_in)
         own_b = b[run.row_start : run.row_stop].view(-1, run.rank, b.shape[1])
+        bound.append(BoundRun(run, own_a, torch.split(own_b, list(widths), dim=-1)))
+    return tuple(bound)
+
+
+def add_lora(x: torch.Tensor, y: torch.Tensor, bound: tuple[BoundRun, ...]) -> None:
+    """y [T, O] += (x [T, I] @ a.T) @ b of each token's own rows, member by member, in place."""
+    for part in bound:
+        run = part.run
         own_x = x[run.start : run.stop] if run.tokens is None else x.index_select(0, run.tokens)
-        own_x = own_x.view(-1, run.width, width_in)
-        h = torch.bmm(own_a, own_x.transpose(1, 2)).view(-1, run.rank, members, run.width)
+        own_x = own_x.view(-1, run.width, x.shape[1])
+        h = torch.bmm(part.a, own_x.transpose(1, 2))
         own_y = y[run.start : run.stop]
-        if members == 1 and run.places is None:
-            own_y.view(-1, run.width, b.shape[1]).baddbmm_(h[:, :, 0].transpose(1, 2), own_b)
+        if len(part.b) == 1 and run.places is None:
+            own_y.view(-1, run.width, y.shape[1]).baddbmm_(h.transpose(1, 2), part.b[0])
             continue
+        shrunk = h.view(-1, run.rank, len(part.b), run.width).permute(2, 0, 3, 1).unbind()
         column = 0
-        for member, width in enumerate(widths):
-            columns = slice(column, column + width)
-            delta = torch.bmm(h[:, :, member].transpose(1, 2), own_b[:, :, columns]).flatten(0, 1)
+        for member_h, member_b in zip(shrunk, part.b, strict=True):
+            delta = torch.bmm(member_h, member_b).flatten(0, 1)
             if run.places is not None:
                 delta = delta.index_select(0, run.places)
-            own_y[:, columns].add_(delta)
-            column += width
+            own_y[:, column : column + member_b.shape[2]].add_(delta)
+            column += member_b.shape[2]

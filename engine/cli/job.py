@@ -18,7 +18,7 @@ from engine.commands.result import JobResult
 from engine.config import EngineConfig, LogLevel
 from engine.errors import ConfigError
 
-# OpenMP reads these when torch is first imported. By default idle threads spin on, which slows small
+# OpenMP reads these when torch is first imported. By default idle threads spin, which slows small
 # batches several times over when another process wants the cores; asleep at once, they cost 15% in
 # waking. So: spin for the gap between two ops (GNU's OpenMP; others just sleep), then sleep.
 OPENMP_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "12000"}

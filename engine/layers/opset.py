@@ -4,6 +4,7 @@ to all.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ class OpSet:
     add_rms_norm: Callable[..., torch.Tensor]
     apply_rope: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
+    bind_lora: Callable[..., tuple[Any, ...]]
     add_lora: Callable[..., None]
 
     @classmethod
@@ -39,5 +41,6 @@ REFERENCE = OpSet(
     add_rms_norm=norm.add_rms_norm,
     apply_rope=rope.apply_rope,
     silu_mul=silu_mul.silu_mul,
+    bind_lora=lora.bind_lora,
     add_lora=lora.add_lora,
 )

@@ -5,6 +5,8 @@ same in every layer. Ranges in use never move; a range is written whole on load.
 the slots' business.
 """
 
+from typing import Any
+
 import torch
 
 from engine.device import Device
@@ -75,6 +77,8 @@ class LinearLoRA(LinearDelta):
         shape = (num_rows, len(linear.members), linear.in_features)
         self.a = device.zeros(shape, dtype)
         self.b = device.zeros((num_rows, sum(linear.widths)), dtype)
+        self._batch: LoRABatch | None = None
+        self._bound: tuple[Any, ...] = ()
 
     @staticmethod
     def bytes_per_row(linear: Linear, dtype: torch.dtype) -> int:
@@ -83,7 +87,10 @@ class LinearLoRA(LinearDelta):
 
     def add(self, x: torch.Tensor, y: torch.Tensor, batch: LoRABatch) -> None:
         """y [T, O] += the bound adapters' deltas of x [T, I]."""
-        self.ops.add_lora(x, y, self.a, self.b, self.widths, batch.runs)
+        if batch is not self._batch:
+            self._batch = batch
+            self._bound = self.ops.bind_lora(self.a, self.b, self.widths, batch.runs)
+        self.ops.add_lora(x, y, self._bound)
 
     def write(self, start: int, length: int, adapter: HostAdapter) -> None:
         """Write rows `start`..`start + length` whole: the adapter's pairs, zeros where it has none.

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.lora import add_lora
+from engine.kernels.lora import add_lora, bind_lora
 from engine.lora.batch import MAX_PADDED_TOKENS, LoRABatch, Segment
 
 IN = 10
@@ -44,7 +44,7 @@ def test_any_mix_equals_one_by_one(
                 column += width
     untouched = y[:num_base].clone()
     batch = LoRABatch.bind(segments, torch.device("cpu"))
-    add_lora(x, y, a, b, widths, batch.runs)
+    add_lora(x, y, bind_lora(a, b, widths, batch.runs))
     torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(y[:num_base], untouched)
 
@@ -56,5 +56,5 @@ def test_idle_rows_between_adapters_disturb_nobody() -> None:
     batch = LoRABatch.bind([Segment(0, 2, 0, 8), Segment(2, 3, 16, 24)], torch.device("cpu"))
     assert len(batch.runs) == 1, "the gap is computed through"
     x, y = torch.ones(3, IN), torch.zeros(3, 4)
-    add_lora(x, y, a, b, (4,), batch.runs)
+    add_lora(x, y, bind_lora(a, b, (4,), batch.runs))
     assert y.tolist() == [[80.0] * 4] * 2 + [[160.0] * 4]
