@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from engine.weights.default_model import default_model_directory
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.weights.default_model import default_model_directory
 
 OUTPUT = Path(__file__).resolve().parent.parent / "engine" / "lora" / "demo"
 STEPS, BATCH, LEARNING_RATE, SEED = 60, 4, 2e-3, 0

@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CHECKS = {
-    "lint": ["ruff", "check", "--quiet", "."],
-    "formatting": ["ruff", "format", "--quiet", "--check", "."],
+    "lint": ["ruff", "check", "--quiet", "--no-cache", "."],
+    "formatting": ["ruff", "format", "--quiet", "--no-cache", "--check", "."],
     "types": ["mypy", "--no-error-summary"],
 }
 

@@ -65,9 +65,8 @@ def test_nothing_outlives_a_job(fails: str, monkeypatch: pytest.MonkeyPatch) -> 
             raise CapacityError(f"no room beside {tensor is not None}")
         return JobResult(2.0, 3)
 
-    import engine.wiring
-
     import engine.commands
+    import engine.wiring
 
     monkeypatch.setattr(engine.wiring, "build", build)
     monkeypatch.setattr(engine.commands, "find_command", lambda name: command)

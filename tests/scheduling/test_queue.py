@@ -1,8 +1,7 @@
 """The waiting line: order, passing, and the bound on passing."""
 
-from engine.runtime.sampling_params import SamplingParams
-
 from engine.runtime.request import Request
+from engine.runtime.sampling_params import SamplingParams
 from engine.scheduling.queue import WaitingQueue
 
 

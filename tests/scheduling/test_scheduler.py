@@ -6,7 +6,6 @@ Adapters are real slots and ranges without tensors; the model is a counter that 
 from dataclasses import dataclass
 
 import pytest
-from engine.runtime.sampling_params import SamplingParams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -16,6 +15,7 @@ from engine.errors import RequestError
 from engine.lora.slots import Slots
 from engine.memory.pages import PageAllocator
 from engine.runtime.request import FinishReason, Request
+from engine.runtime.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 
 
