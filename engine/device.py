@@ -41,6 +41,8 @@ class Device:
             torch.device("cpu") if cfg.kind is DeviceKind.cpu else torch.device("cuda", cfg.index)
         )
         self.torch_device = torch.device("meta") if cfg.dry else self._real
+        # What earlier jobs of this process left (library workspaces) is not this container's.
+        self._allocated_before = 0 if self.host_visible or self.dry else self._allocated()
 
     @property
     def host_visible(self) -> bool:
@@ -74,6 +76,9 @@ class Device:
         """
         if self.host_visible or self.dry:
             return None
+        return self._allocated() - self._allocated_before
+
+    def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self._real)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ class MemoryAudit:
     """
 
     def __init__(self, plan: MemoryPlan, kv_pool: KVPool, device: Device) -> None:
-        explained = plan.reserved_bytes + kv_pool.num_bytes
+        explained = plan.held_bytes + kv_pool.num_bytes
         allocated = device.allocated_bytes()
         self.unexplained_bytes = None if allocated is None else allocated - explained
         if self.unexplained_bytes is None:

@@ -14,11 +14,15 @@ from engine.errors import CapacityError, WiringError
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Proof of one reservation: `owner` holds `num_bytes` of the device for `what`."""
+    """Proof of one reservation: `owner` may use `num_bytes` of the device for `what`.
+
+    Transient bytes are free again after each step; the others are held for good.
+    """
 
     owner: str
     num_bytes: int
     what: str
+    transient: bool = False
 
 
 class MemoryLedger:
@@ -46,7 +50,7 @@ class MemoryLedger:
         """Bytes of the budget that nobody has reserved."""
         return self.budget_bytes - self.reserved_bytes
 
-    def reserve(self, owner: str, num_bytes: int, what: str) -> Receipt:
+    def reserve(self, owner: str, num_bytes: int, what: str, *, transient: bool = False) -> Receipt:
         """Book `num_bytes` (>= 0) for `owner`, before allocating them.
 
         Raises WiringError after the seal and CapacityError if the budget does not hold them; both
@@ -62,7 +66,7 @@ class MemoryLedger:
                 )
             if num_bytes > self.left_bytes:
                 raise CapacityError(self._shortage(owner, num_bytes, what))
-            receipt = Receipt(owner, num_bytes, what)
+            receipt = Receipt(owner, num_bytes, what, transient)
             self._receipts.append(receipt)
             return receipt
 

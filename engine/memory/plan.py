@@ -27,6 +27,11 @@ class MemoryPlan:
         return sum(receipt.num_bytes for receipt in self.receipts)
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes that stay allocated between steps, KV apart."""
+        return sum(receipt.num_bytes for receipt in self.receipts if not receipt.transient)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes that the KV pool may take."""
         return self.budget_bytes - self.reserved_bytes

@@ -16,7 +16,7 @@ class Workspace:
         what = (
             f"one step of {cfg.max_step_tokens} tokens, {cfg.max_running_requests} rows of logits"
         )
-        self.receipt = ledger.reserve("workspace", num_bytes, what)
+        self.receipt = ledger.reserve("workspace", num_bytes, what, transient=True)
 
 
 def step_bytes(cfg: SchedulerConfig, model: DecoderModel) -> int:

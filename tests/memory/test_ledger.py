@@ -23,6 +23,14 @@ def test_plan_holds_all_receipts_and_what_is_left() -> None:
     assert "model" in table and "20 tokens" in table and "30 B" in table
 
 
+def test_transient_bytes_are_reserved_but_not_held() -> None:
+    ledger = make_ledger()
+    model = ledger.reserve("model", 100, "weights")
+    step = ledger.reserve("workspace", 50, "one step", transient=True)
+    plan = MemoryPlan.build(ledger, [model, step])
+    assert (plan.reserved_bytes, plan.held_bytes, plan.kv_bytes) == (150, 100, 350)
+
+
 def test_more_than_the_budget_is_refused_with_both_numbers_and_changes_nothing() -> None:
     ledger = make_ledger()
     ledger.reserve("model", 400, "weights")

@@ -1,0 +1,62 @@
+"""The plain-torch path on a CUDA device: cases equal PEFT's tokens, the audit explains every byte.
+
+Needs a CUDA device: `scripts/test -m gpu`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import (
+    DeviceConfig,
+    DeviceKind,
+    EngineConfig,
+    LoRAConfig,
+    MemoryConfig,
+    ModelConfig,
+)
+from engine.errors import AdapterError
+from engine.serving.engine import Engine
+
+pytestmark = pytest.mark.gpu
+CASES = Path(__file__).parent.parent / "data" / "cases"
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, bases: Path) -> Any:
+    from engine import wiring
+
+    config = EngineConfig(
+        model=ModelConfig(path=str(bases / request.param)),
+        device=DeviceConfig(kind=DeviceKind.cuda),
+        memory=MemoryConfig(fraction=0.3, max_kv_tokens=20000),
+        lora=LoRAConfig(max_lora_rank=512),
+    )
+    container = wiring.build(config)
+    yield container.engine()
+    container.reset_singletons()
+
+
+@pytest.mark.parametrize(
+    "engine", ["llama", "llama_tied", "qwen2_bias", "phi3_fused"], indirect=True
+)
+def test_cases_and_audit(engine: Engine) -> None:
+    sampling = engine.sampling_params(temperature=0.0, max_tokens=12, ignore_eos=True)
+    assert engine.audit.unexplained_bytes is not None
+    assert abs(engine.audit.unexplained_bytes) < 4 << 20
+    for path in sorted(CASES.iterdir()):
+        case = json.loads((path / "expected.json").read_text())
+        if case["base"] != engine.model.name or case["expect"] == "refuse":
+            continue
+        try:
+            engine.load_adapter("case", path / "adapter")
+        except AdapterError:
+            assert case["expect"] == "load_or_refuse"
+            continue
+        prompts = case["prompts"] * 2
+        served = engine.generate(prompts, sampling, ["case"] * 3 + [None] * 3)
+        expected = case["greedy_ids"] + case["base_greedy_ids"]
+        assert [list(c.token_ids) for c in served] == expected, case["case"]
+        engine.unload_adapter("case")
