@@ -18,10 +18,9 @@ from engine.commands.result import JobResult
 from engine.config import EngineConfig, LogLevel
 from engine.errors import ConfigError
 
-# OpenMP reads these when torch is first imported. By default idle threads spin, which slows small
-# batches several times over when another process wants the cores; asleep at once, they cost 15% in
-# waking. So: spin for the gap between two ops (GNU's OpenMP; others just sleep), then sleep.
-OPENMP_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "12000"}
+# OpenMP reads this when torch is first imported. By default idle threads spin, which slows small
+# batches several times over when another process wants the cores (docs/benchmarks).
+IDLE_THREADS_SLEEP = ("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def run_job(cfg: DictConfig) -> JobResult:
@@ -34,8 +33,7 @@ def run_job(cfg: DictConfig) -> JobResult:
         raise ConfigError(unknown_key(key, str(OmegaConf.select(cfg, key))))
     config = cast(EngineConfig, OmegaConf.to_object(cfg))
     _log_to_stderr(config.log_level)
-    for name, value in OPENMP_DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault(*IDLE_THREADS_SLEEP)
     from engine import wiring
     from engine.commands import find_command
 

@@ -1,7 +1,7 @@
 """Text of a token stream, piece by piece: the pieces joined equal the tokenizer's `decode` of all
 ids.
 
-Asks the tokenizer for `decode` only, over a few of the newest tokens; knows no vocabulary format
+Asks the tokenizer for `decode` over a few of the newest tokens; knows no vocabulary format
 beyond the two ways in which tokens carry bytes. A character whose bytes are not complete is held
 back until they are.
 """
@@ -12,8 +12,7 @@ from engine.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 # A token carries a byte or more, and no UTF-8 character has more than 4 of them: what came before
-# the newest 4 tokens
-# has no part in how the next bytes are read.
+# the newest 4 tokens has no part in how the next bytes are read.
 _NUM_CONTEXT = 4
 _MAX_WINDOW = 16
 
@@ -87,18 +86,22 @@ class IncrementalDetokenizer:
 
 @lru_cache(maxsize=8)
 def _lone_byte(tokenizer: Tokenizer) -> int | None:
-    """None for a byte-level vocabulary, else the id of byte FF, or an unused id where tokens carry
-    no bytes.
+    """None for a byte-level vocabulary, else the id of a byte that begins a character, or an unused
+    id where tokens carry no bytes.
 
-    The two kinds differ in what a bad byte does to the character before it.
+    The two kinds differ in what a bad byte does to the character before it. Not every byte has a
+    token: vocabularies leave out some that no text of their training had.
     """
-    wanted = (b"\xc2", b"\xa9", b"\xff")
-    found: dict[bytes, int] = {}
+    lead = follower = None
     for token_id in range(tokenizer.vocab_size):
-        found.setdefault(tokenizer.token_bytes(token_id), token_id)
-        if all(byte in found for byte in wanted):
-            break
-    else:
-        return tokenizer.vocab_size
-    ids = [found[byte] for byte in wanted]
-    return None if tokenizer.decode(ids) == "\u00a9" + _REPLACEMENT else ids[-1]
+        raw = tokenizer.token_bytes(token_id)
+        if len(raw) != 1 or raw < b"\x80" or tokenizer.decode([token_id]) != _REPLACEMENT:
+            continue
+        if b"\xc2" <= raw <= b"\xdf":
+            lead = token_id
+        elif raw <= b"\xbf":
+            follower = token_id
+        if lead is not None and follower is not None:
+            fallback = tokenizer.decode([lead, follower, follower]) == 3 * _REPLACEMENT
+            return lead if fallback else None
+    return tokenizer.vocab_size
