@@ -54,7 +54,7 @@ def sample_tokens(
     is never drawn. Most draws end among the NUM_LEADING likeliest tokens, only rows that do not are
     sorted whole: both ways give the same token.
 
-    Working memory is about 60 bytes for each of CHUNK_LOGITS logits or of one row, whichever is
+    Working memory is up to 90 bytes for each of CHUNK_LOGITS logits or of one row, whichever is
     more.
     """
     num_rows = max(1, CHUNK_LOGITS // logits.shape[1])
@@ -133,14 +133,14 @@ def _draw(
     total = torch.where(all_seen, cumulative[:, -1:], total)
     kept = (cumulative - weights) < top_p * total
     kept &= weights >= min_p * _WEIGHT_ONE
-    kept[:, 0] = True
     num_kept = kept.sum(-1, keepdim=True)
     unfiltered = (limits == vocab_size) & (top_p >= 1.0) & (min_p <= 0.0)
     mass = cumulative.gather(-1, num_kept - 1)
     mass = torch.where(unfiltered, total, mass)
     end_seen = all_seen | unfiltered | ((limits == vocab_size) & (num_kept < num_ranked))
 
-    target = torch.minimum((uniform * mass).long(), mass - 1)
+    # Below mass also where it is rounded to a double, for uniform is at most 1 - 2^-53.
+    target = (uniform * mass).long()
     index = (cumulative <= target).sum(-1, keepdim=True)
     decided = end_seen & (index < num_ranked)
     return candidates.gather(-1, index.clamp_max_(num_ranked - 1)).squeeze(-1), decided.squeeze(-1)

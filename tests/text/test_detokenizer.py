@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 from engine.config import ModelConfig
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer, TokenizerData
 from engine.weights.checkpoint import open_checkpoint
+
+KINDS = ["byte level", "byte level with gaps", "byte fallback"]
 
 
 def byte_fallback() -> Tokenizer:
@@ -30,10 +32,24 @@ def byte_fallback() -> Tokenizer:
     return Tokenizer(TokenizerData(own.to_str()))
 
 
+def byte_level_with_gaps() -> Tokenizer:
+    """A byte-level vocabulary without tokens for bytes that no text has, as SmolLM2's."""
+    absent = {0xC0, 0xC1, *range(0xF5, 0x100)}
+    tokens = [byte for byte in pre_tokenizers.ByteLevel.alphabet() if ord(byte) not in absent]
+    own = Library(models.BPE({token: i for i, token in enumerate(sorted(tokens))}, []))
+    own.decoder = decoders.ByteLevel()
+    own.add_special_tokens(["<s>"])
+    return Tokenizer(TokenizerData(own.to_str()))
+
+
 @pytest.fixture(scope="module")
 def kinds(bases: Path) -> dict[str, Tokenizer]:
     byte_level = Tokenizer.from_checkpoint(open_checkpoint(ModelConfig(path=str(bases / "llama"))))
-    return {"byte level": byte_level, "byte fallback": byte_fallback()}
+    return {
+        "byte level": byte_level,
+        "byte level with gaps": byte_level_with_gaps(),
+        "byte fallback": byte_fallback(),
+    }
 
 
 def deltas(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -41,7 +57,7 @@ def deltas(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [*(own.push(token) for token in ids), own.flush()]
 
 
-@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_joined_deltas_equal_the_whole(
@@ -52,7 +68,7 @@ def test_joined_deltas_equal_the_whole(
     assert "".join(deltas(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_half_character_is_shown(kinds: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = kinds[kind]
     text = "\u4e2d\U0001f600\u00e9x" * 20
