@@ -4,8 +4,12 @@ Estimated from the layers' shapes at the largest step; nothing is allocated here
 """
 
 from engine.config import SchedulerConfig
+from engine.kernels.sampling import CHUNK_LOGITS
 from engine.memory.ledger import MemoryLedger
 from engine.models.decoder import DecoderModel
+
+# Working memory of a random draw, for each logit that is looked at together.
+SAMPLING_BYTES = 90
 
 
 class Workspace:
@@ -33,4 +37,6 @@ def step_bytes(cfg: SchedulerConfig, model: DecoderModel) -> int:
     logits = cfg.max_running_requests * spec.vocab_size * (size + 4)
     kv_heads, head_dim, _ = model.kv_shape
     gathered = 2 * model.max_model_len * kv_heads * head_dim * size
-    return activations + logits + gathered
+    drawn = min(cfg.max_running_requests * spec.vocab_size, max(CHUNK_LOGITS, spec.vocab_size))
+    sampling = SAMPLING_BYTES * drawn
+    return activations + logits + gathered + sampling
