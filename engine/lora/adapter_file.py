@@ -5,11 +5,11 @@ A file is data: nothing in it is executed, nothing is fetched. All reasons are r
 """
 
 import json
-import pickle
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from loguru import logger
@@ -27,15 +27,26 @@ INDEX = "adapter_model.safetensors.index.json"
 PICKLED = "adapter_model.bin"
 LFS_POINTER = b"version https://git-lfs"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+FLOATS8 = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
 NUM_SHOWN = 3
+T = TypeVar("T")
 
 
 def read_adapter(path: Path, targets: Mapping[str, LoRATarget]) -> HostAdapter:
     """The adapter in directory `path`. Raises AdapterError with the file and all reasons."""
     if not path.is_dir():
         raise AdapterError(f"{path}: no such directory; give a PEFT adapter directory")
-    config = _read_json(path / CONFIG)
-    return _build(str(path), _read_tensors(path), config, targets)
+    reasons: list[str] = []
+    config = _attempt(lambda: _read_json(path / CONFIG), reasons)
+    tensors = _attempt(lambda: _read_tensors(path), reasons)
+    if config is None or tensors is None:
+        raise AdapterError("; ".join(reasons))
+    return _build(str(path), tensors, config, targets)
 
 
 def adapter_from_tensors(
@@ -50,6 +61,15 @@ def adapter_from_tensors(
 # ---------------------------------------------------------------------- files
 
 
+def _attempt(read: Callable[[], T], reasons: list[str]) -> T | None:
+    """What `read` returns, or None with the reason added: one broken file does not hide another."""
+    try:
+        return read()
+    except AdapterError as refused:
+        reasons.append(str(refused))
+        return None
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
@@ -58,7 +78,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     _refuse_pointer(path, raw)
     try:
         found = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path}: is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise AdapterError(f"{path}: holds a {type(found).__name__}, expected an object")
@@ -75,19 +95,32 @@ def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     if (directory / WEIGHTS).is_file():
         return _read_safetensors(directory / WEIGHTS)
     if (directory / INDEX).is_file():
-        shards = _read_json(directory / INDEX).get("weight_map", {})
-        tensors: dict[str, torch.Tensor] = {}
-        for shard in sorted(set(shards.values())):
-            if Path(shard).name != shard:
-                raise AdapterError(f"{directory / INDEX}: names {shard!r}, outside its directory")
-            tensors |= _read_safetensors(directory / shard)
-        missing = sorted(set(shards) - set(tensors))
-        if missing:
-            raise AdapterError(f"{directory}: shards lack {_shown(missing)}, which the index names")
-        return tensors
+        return _read_shards(directory)
     if (directory / PICKLED).is_file():
         return _read_pickle(directory / PICKLED)
     raise AdapterError(f"{directory}: no weights; expected {WEIGHTS}, {INDEX} or {PICKLED}")
+
+
+def _read_shards(directory: Path) -> dict[str, torch.Tensor]:
+    index = directory / INDEX
+    shards = _read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise AdapterError(f"{index}: has no weight_map of tensor names to file names")
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(set(shards.values())):
+        if Path(shard).name != shard:
+            raise AdapterError(f"{index}: names {shard!r}, outside its directory")
+        found = _read_safetensors(directory / shard)
+        misplaced = sorted(key for key in found if shards.get(key) != shard)
+        if misplaced:
+            raise AdapterError(
+                f"{directory / shard}: holds {_shown(misplaced)}, which the index places elsewhere"
+            )
+        tensors |= found
+    missing = sorted(set(shards) - set(tensors))
+    if missing:
+        raise AdapterError(f"{directory}: shards lack {_shown(missing)}, which the index names")
+    return tensors
 
 
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -100,21 +133,33 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    with path.open("rb") as file:
-        _refuse_pointer(path, file.read(len(LFS_POINTER)))
     try:
+        with path.open("rb") as file:
+            _refuse_pointer(path, file.read(len(LFS_POINTER)))
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
+    except AdapterError:
+        raise
+    except Exception as error:  # torch's unpickler raises anything on broken input
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise AdapterError(
             f"{path}: is no plain state dict ({reason}); save the adapter as {WEIGHTS}"
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
+    if not isinstance(found, dict) or not all(
+        isinstance(key, str) and isinstance(t, torch.Tensor) for key, t in found.items()
+    ):
         raise AdapterError(f"{path}: is no plain state dict; save the adapter as {WEIGHTS}")
     return found
 
 
 # ---------------------------------------------------------------------- pairs
+
+
+@dataclass(slots=True)
+class _Sides:
+    """The tensors of one module of the file by side, and the module's names in file and base."""
+
+    names: tuple[str, str]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def _build(
@@ -129,18 +174,18 @@ def _build(
     pairs: dict[str, LoRAPair] = {}
     if not tensors:
         reasons.append("the weights hold no tensor")
-    for module, own in sides.items():
-        reasons += _pair_faults(module, own, targets)
+    faults = [_pair_faults(module, own.tensors, targets) for module, own in sides.items()]
+    reasons += _first_few([fault for own in faults for fault in own], "faults of pairs")
     if parsed is not None:
-        for module, own in sides.items():
-            reasons += _rank_faults(module, own, parsed)
+        ranks = [_rank_faults(module, own, parsed) for module, own in sides.items()]
+        reasons += _first_few([fault for own in ranks for fault in own], "ranks")
     if parsed is None or reasons:
         shown = "; ".join(dict.fromkeys(reasons))
         raise AdapterError(f"{where}: the adapter is refused: {shown}")
-    for key in parsed.unmatched_patterns(list(sides)):
+    for key in parsed.unmatched_patterns([own.names for own in sides.values()]):
         logger.warning("lora: {}: pattern key {!r} matches no module of the file", where, key)
     for module, own in sides.items():
-        for name, pair in _split(module, own["lora_A"], own["lora_B"], parsed, targets).items():
+        for name, pair in _split(module, own, parsed, targets).items():
             if name in pairs:
                 raise AdapterError(f"{where}: {name} is given twice, fused and on its own")
             pairs[name] = pair
@@ -149,24 +194,35 @@ def _build(
 
 def _sides(
     tensors: Mapping[str, torch.Tensor], targets: Mapping[str, LoRATarget]
-) -> tuple[dict[str, dict[str, torch.Tensor]], list[str]]:
+) -> tuple[dict[str, _Sides], list[str]]:
     """Tensors by module and side, and the reasons against keys that are neither."""
-    sides: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    sides: dict[str, _Sides] = {}
+    adapters: dict[str, str] = {}
     unmatched: dict[str, list[str]] = defaultdict(list)
     for key, tensor in tensors.items():
         found = resolve(key, targets)
         if found is None:
             unmatched[explain_unmatched(key)].append(key)
-        elif found.side in sides[found.module]:
+            continue
+        adapters.setdefault(found.adapter, key)
+        own = sides.setdefault(found.module, _Sides((found.file_module, found.module)))
+        if found.side in own.tensors:
             unmatched[f"{found.module}.{found.side} is given twice"].append(key)
         else:
-            sides[found.module][found.side] = tensor
+            own.tensors[found.side] = tensor
+    if len(adapters) > 1:
+        unmatched["keys of several adapters, expected one"] = list(adapters.values())
     return sides, [f"{why}: {_shown(keys)}" for why, keys in unmatched.items()]
 
 
 def _shown(keys: list[str]) -> str:
     rest = f" and {len(keys) - NUM_SHOWN} more" if len(keys) > NUM_SHOWN else ""
     return ", ".join(keys[:NUM_SHOWN]) + rest
+
+
+def _first_few(faults: list[str], what: str) -> list[str]:
+    rest = [f"and {len(faults) - NUM_SHOWN} more {what}"] if len(faults) > NUM_SHOWN else []
+    return faults[:NUM_SHOWN] + rest
 
 
 def _pair_faults(
@@ -178,7 +234,9 @@ def _pair_faults(
         return [f"{module} has no {missing[0]}"]
     faults = []
     for side, tensor in own.items():
-        if tensor.dtype not in FLOATS and not _is_float8(tensor.dtype):
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            faults.append(f"{module}.{side} is sparse or without data, expected a dense matrix")
+        elif tensor.dtype not in FLOATS + FLOATS8:
             faults.append(f"{module}.{side} has dtype {tensor.dtype}, expected a floating one")
         elif tensor.dim() != 2 or 0 in tensor.shape:
             faults.append(f"{module}.{side} has shape {list(tensor.shape)}, expected a matrix")
@@ -197,13 +255,9 @@ def _pair_faults(
     return faults
 
 
-def _is_float8(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize == 1
-
-
-def _rank_faults(module: str, own: Mapping[str, torch.Tensor], config: AdapterConfig) -> list[str]:
-    a = own.get("lora_A")
-    expected = config.rank_of(module)
+def _rank_faults(module: str, own: _Sides, config: AdapterConfig) -> list[str]:
+    a = own.tensors.get("lora_A")
+    expected = config.rank_of(own.names)
     if a is None or a.dim() != 2 or 0 in a.shape or a.shape[0] == expected:
         return []
     return [f"{module} has rank {a.shape[0]}, the config says {expected}"]
@@ -211,17 +265,23 @@ def _rank_faults(module: str, own: Mapping[str, torch.Tensor], config: AdapterCo
 
 def _split(
     module: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    own: _Sides,
     config: AdapterConfig,
     targets: Mapping[str, LoRATarget],
 ) -> dict[str, LoRAPair]:
     """One pair per projection; members of a fused module share A and cut B by their widths."""
-    if _is_float8(a.dtype):
-        a = a.float()
-    if _is_float8(b.dtype):
-        b = b.float()
-    scaling = config.scaling_of(module)
+    a, b = _copied(own.tensors["lora_A"]), _copied(own.tensors["lora_B"])
+    scaling = config.scaling_of(own.names)
     names = split_members(module)
     parts = torch.split(b, [targets[name].out_features for name in names])
     return {name: LoRAPair(a, part, scaling) for name, part in zip(names, parts, strict=True)}
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, float8 as float32.
+
+    What safetensors reads is a map of the file: without the copy, a file that is overwritten in
+    place would change a loaded adapter, and one that is cut short would end the process.
+    """
+    dtype = torch.float32 if tensor.dtype in FLOATS8 else tensor.dtype
+    return tensor.detach().to("cpu", dtype, copy=True).contiguous()

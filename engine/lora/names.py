@@ -12,20 +12,25 @@ from engine.lora.adapter import LoRATarget
 
 WRAPPERS = frozenset(("base_model", "model", "language_model"))
 ROOT = "model"
+PEFT_PREFIX = "base_model.model."
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 # "<module>.lora_A.weight"; PEFT's in-memory names have the adapter's name before "weight".
-_PAIR_KEY = re.compile(r"(?P<module>.+)\.(?P<side>lora_[AB])(\.[^.]+)?\.weight")
+_PAIR_KEY = re.compile(r"(?P<module>.+)\.(?P<side>lora_[AB])(\.(?P<adapter>[^.]+))?\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class PairKey:
-    """One side of a pair: the module as the base calls it, and whether this is A or B."""
+    """One side of a pair: the module as the base calls it and as the file does, whether this is A
+    or B, and the adapter's name where the key has one.
+    """
 
     module: str
+    file_module: str
     side: str
+    adapter: str
 
 
 def split_members(module: str) -> list[str]:
@@ -46,7 +51,8 @@ def resolve(key: str, targets: Mapping[str, LoRATarget]) -> PairKey | None:
         tail = ".".join(parts[start:])
         for module in (tail, f"{ROOT}.{tail}"):
             if all(member in targets for member in split_members(module)):
-                return PairKey(module, match["side"])
+                file_module = match["module"].removeprefix(PEFT_PREFIX)
+                return PairKey(module, file_module, match["side"], match["adapter"] or "")
     return None
 
 

@@ -6,7 +6,8 @@ ignored only while they are null, false or empty.
 
 import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ INERT = frozenset(
     ]
 )
 # Initializations that leave the base as it was; others take a part of it into the adapter.
-PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
+PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +63,31 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
 
-    def rank_of(self, module: str) -> int:
-        """The rank that the config gives a module."""
-        return int(_matched(self.rank_pattern, module, self.rank))
+    def rank_of(self, names: Iterable[str]) -> int:
+        """The rank that the config gives a module, by the names it has in the file and the base."""
+        return int(_matched(self.rank_pattern, names, self.rank))
 
-    def scaling_of(self, module: str) -> float:
+    def scaling_of(self, names: Iterable[str]) -> float:
         """alpha / rank, or alpha / sqrt(rank) with rsLoRA, both the module's own."""
-        rank, alpha = self.rank_of(module), _matched(self.alpha_pattern, module, self.alpha)
+        rank, alpha = self.rank_of(names), _matched(self.alpha_pattern, names, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
-    def unmatched_patterns(self, modules: list[str]) -> list[str]:
-        """Pattern keys that name none of the modules."""
+    def unmatched_patterns(self, modules: Collection[Iterable[str]]) -> list[str]:
+        """Pattern keys that name none of the modules, each given by its names."""
         keys = dict.fromkeys([*self.rank_pattern, *self.alpha_pattern])
-        return [key for key in keys if not any(_matches(key, module) for module in modules)]
+        return [key for key in keys if not any(_matches(key, names) for names in modules)]
 
 
-def _matches(key: str, module: str) -> bool:
-    return re.match(rf"(.*\.)?({key})$", module) is not None
+def _anchored(key: str) -> str:
+    return rf"(.*\.)?({key})$"
 
 
-def _matched(pattern: Mapping[str, float], module: str, default: float) -> float:
-    return next((value for key, value in pattern.items() if _matches(key, module)), default)
+def _matches(key: str, names: Iterable[str]) -> bool:
+    return any(re.match(_anchored(key), name) for name in names)
+
+
+def _matched(pattern: Mapping[str, float], names: Iterable[str], default: float) -> float:
+    return next((value for key, value in pattern.items() if _matches(key, names)), default)
 
 
 def parse_config(config: Mapping[str, Any]) -> tuple[AdapterConfig | None, list[str]]:
@@ -92,7 +97,7 @@ def parse_config(config: Mapping[str, Any]) -> tuple[AdapterConfig | None, list[
     if peft_type != "LORA":
         reasons.insert(0, f"peft_type is {peft_type!r}, expected 'LORA'")
     rank = config.get("r", DEFAULT_RANK)
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+    if not _is_rank(rank):
         reasons.append(f"r is {rank!r}, expected a whole number above 0")
     alpha = config.get("lora_alpha")
     if alpha is None:
@@ -106,9 +111,11 @@ def parse_config(config: Mapping[str, Any]) -> tuple[AdapterConfig | None, list[
     for name in ("rank_pattern", "alpha_pattern"):
         patterns[name], reason = _pattern(name, config.get(name))
         reasons += [reason] if reason else []
+    rslora = config.get("use_rslora") or False
+    if not isinstance(rslora, bool):
+        reasons.append(f"use_rslora is {rslora!r}, expected true or false")
     if reasons:
         return None, reasons
-    rslora = bool(config.get("use_rslora", False))
     return AdapterConfig(
         rank, float(alpha), rslora, patterns["rank_pattern"], patterns["alpha_pattern"]
     ), []
@@ -135,17 +142,23 @@ def _is_set(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max  # false for nan, and for a huge int
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and _is_number(value) and value >= 1
 
 
 def _pattern(name: str, value: Any) -> tuple[dict[str, Any], str]:
     if value is None:
         return {}, ""
-    if not isinstance(value, dict) or not all(_is_number(item) for item in value.values()):
-        return {}, f"{name} is {value!r}, expected module names with numbers"
+    fits, numbers = (_is_rank, "ranks") if name == "rank_pattern" else (_is_number, "numbers")
+    if not isinstance(value, dict) or not all(fits(item) for item in value.values()):
+        return {}, f"{name} is {value!r}, expected module names with {numbers}"
     for key in value:
         try:
-            re.compile(key)
+            re.compile(_anchored(key))
         except re.error as error:
             return {}, f"{name}: {key!r} is no regular expression ({error})"
     return value, ""

@@ -118,6 +118,15 @@ TENSOR_FAULTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "dora": (tensors_of(Q) | {f"{Q}.lora_magnitude_vector": torch.ones(16)}, "use_dora"),
     "head": (tensors_of(Q) | {"base_model.model.lm_head.weight": torch.ones(2, 2)}, "lm_head"),
     "bias": (tensors_of(Q) | {f"{Q}.lora_B.bias": torch.ones(16)}, "lora_bias"),
+    "two adapters": (
+        {f"{Q}.lora_A.x.weight": torch.ones(4, 16), f"{Q}.lora_B.y.weight": torch.ones(16, 4)},
+        "keys of several adapters",
+    ),
+    "sparse": ({k: t.to_sparse() for k, t in tensors_of(Q).items()}, "sparse or without data"),
+    "meta": ({k: t.to("meta") for k, t in tensors_of(Q).items()}, "sparse or without data"),
+    "scales": (
+        {k: t.to(torch.float8_e8m0fnu) for k, t in tensors_of(Q).items()}, "dtype torch.float8_e8"
+    ),
     "twice": (
         tensors_of(Q) | {f"{Q}.lora_A.default.weight": torch.ones(4, 16)}, "lora_A is given twice"
     ),
@@ -147,7 +156,9 @@ def test_faulty_tensors(fault: str) -> None:
         ("init_lora_weights", "olora"),
         ("megatron_config", {"a": 1}), ("kasa_config", {"a": 1}), ("future_math", 3),
         ("peft_type", "IA3"), ("r", 0), ("lora_alpha", "x"), ("rank_pattern", {"q_proj": "x"}),
-        ("alpha_pattern", {"(": 1}),
+        ("alpha_pattern", {"(": 1}), ("alpha_pattern", {"(?i)q_proj": 1}),
+        ("rank_pattern", {"q_proj": 4.5}), ("rank_pattern", {"q_proj": 0}),
+        ("use_rslora", "false"), ("lora_alpha", 10**400), ("lora_alpha", float("nan")),
     ],
 )  # fmt: skip
 def test_fields_that_change_the_mathematics_are_refused_by_name(field: str, value: Any) -> None:
@@ -162,6 +173,48 @@ def test_all_reasons_come_at_once() -> None:
         adapter_from_tensors(tensors, CONFIG | {"use_dora": True, "bias": "all"}, TARGETS)
     for reason in ("use_dora=True", "bias='all'", "odd.key", "has no lora_B"):
         assert reason in str(refused.value)
+
+
+def test_many_faults_of_a_kind_are_counted() -> None:
+    tensors = tensors_of(*TARGETS, rank=5)
+    with pytest.raises(AdapterError) as refused:
+        adapter_from_tensors(tensors, CONFIG, TARGETS)
+    assert str(refused.value).count("has rank 5, the config says 4") == 3
+    assert f"and {len(TARGETS) - 3} more ranks" in str(refused.value)
+
+
+def test_patterns_match_the_names_in_the_file_and_in_the_base() -> None:
+    """A wrapped model's patterns hold its own full names, a bare file's those of the base."""
+    inner = "model.language_model.layers.0.self_attn.q_proj"
+    for module, key in [(inner, inner), (inner, f"^{inner}"), (Q.removeprefix("model."), Q)]:
+        named = {
+            f"base_model.model.{name}".replace(Q, module): tensor
+            for name, tensor in (
+                (k.removeprefix("base_model.model."), t) for k, t in tensors_of(Q).items()
+            )
+        }
+        config = CONFIG | {"alpha_pattern": {key: 80}}
+        assert adapter_from_tensors(named, config, TARGETS).pairs[Q].scaling == 20
+
+
+def test_an_adapter_owns_its_tensors(directory: Path) -> None:
+    """Neither a file overwritten in place nor a caller that trains on changes a loaded adapter."""
+    weights = directory / "adapter_model.safetensors"
+    adapter = read_adapter(directory, TARGETS)
+    kept = adapter.pairs[Q].b.clone()
+    with weights.open("r+b") as file:
+        file.write(b"\xff" * weights.stat().st_size)
+    assert torch.equal(adapter.pairs[Q].b, kept)
+    with weights.open("r+b") as file:
+        file.truncate(10)
+    assert torch.equal(adapter.pairs[Q].b, kept)
+    tensors = {key: torch.nn.Parameter(tensor) for key, tensor in tensors_of(Q).items()}
+    adapter = adapter_from_tensors(tensors, CONFIG, TARGETS)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.zero_()
+    assert torch.equal(adapter.pairs[Q].b, kept)
+    assert not adapter.pairs[Q].b.requires_grad
 
 
 class Bomb:
@@ -200,6 +253,45 @@ def test_the_three_file_forms_read_the_same(directory: Path) -> None:
         read_adapter(directory, TARGETS)
 
 
+@pytest.mark.parametrize("weight_map", [None, "x", ["x"], {"a": None}, {"a": ["x"]}])
+def test_a_broken_index_is_refused(directory: Path, weight_map: Any) -> None:
+    (directory / "adapter_model.safetensors").unlink()
+    index = directory / "adapter_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(AdapterError, match="has no weight_map"):
+        read_adapter(directory, TARGETS)
+
+
+def test_a_tensor_in_two_shards_is_refused(directory: Path) -> None:
+    weights = directory / "adapter_model.safetensors"
+    key, other = sorted(load_file(weights))
+    weights.rename(directory / "one.safetensors")
+    save_file({other: torch.ones(16, 4)}, directory / "two.safetensors")
+    index = {"weight_map": {key: "one.safetensors", other: "two.safetensors"}}
+    (directory / "adapter_model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(AdapterError, match=r"one\.safetensors: holds .*lora_B"):
+        read_adapter(directory, TARGETS)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("zipped", [True, False])
+def test_broken_pickles_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, zipped: bool, data: st.DataObject
+) -> None:
+    """Whatever torch raises on a damaged file, and on keys that are no names, is one refusal."""
+    directory = tmp_path_factory.mktemp("damaged")
+    (directory / "adapter_config.json").write_text(json.dumps(CONFIG))
+    path = directory / "adapter_model.bin"
+    torch.save(tensors_of(Q) | {1: torch.ones(1)}, path, _use_new_zipfile_serialization=zipped)
+    raw = bytearray(path.read_bytes())
+    for place in data.draw(st.lists(st.integers(0, min(len(raw), 1000) - 1), max_size=3)):
+        raw[place] = data.draw(st.integers(0, 255))
+    path.write_bytes(raw[: data.draw(st.integers(0, len(raw)))])
+    with pytest.raises(AdapterError, match=r"adapter_model\.bin"):
+        read_adapter(directory, TARGETS)
+
+
 def test_a_pickle_with_code_is_refused_and_does_not_run(directory: Path) -> None:
     (directory / "adapter_model.safetensors").unlink()
     trace = directory / "ran"
@@ -214,6 +306,7 @@ def test_a_pickle_with_code_is_refused_and_does_not_run(directory: Path) -> None
     [
         ("adapter_config.json", None, r"adapter_config\.json: cannot be read"),
         ("adapter_config.json", b"{", r"adapter_config\.json: is not JSON"),
+        ("adapter_config.json", b"[" * 200_000, r"adapter_config\.json: is not JSON"),
         ("adapter_config.json", b"[]", "holds a list, expected an object"),
         ("adapter_config.json", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
         ("adapter_model.safetensors", None, "no weights; expected adapter_model.safetensors"),
@@ -228,6 +321,9 @@ def test_a_pickle_with_code_is_refused_and_does_not_run(directory: Path) -> None
 def test_broken_files(directory: Path, name: str, content: bytes | None, message: str) -> None:
     path = directory / name
     path.unlink()
+    if name == "adapter_config.json":  # a second broken file is reported too
+        (directory / "adapter_model.safetensors").write_bytes(b"x")
+        message += r"(.|\n)*adapter_model\.safetensors: cannot be read"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(AdapterError, match=message):
