@@ -88,11 +88,6 @@ class Device:
         raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
         return torch.from_numpy(raw).view(dtype).view(shape)
 
-    def free_cache(self) -> None:
-        """Give cached but unused blocks back to the driver."""
-        if not self.host_visible and not self.dry:
-            torch.cuda.empty_cache()
-
 
 def _meminfo_bytes(key: str) -> int:
     try:

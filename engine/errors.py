@@ -39,3 +39,9 @@ class AdapterError(EngineError):
 
 class RequestError(EngineError):
     """A request cannot be served: says what is wrong with it and how much is allowed."""
+
+
+def first_few(names: list[str], num_shown: int) -> str:
+    """The first names of a list and how many more there are, for a message: "a, b and 7 more"."""
+    rest = f" and {len(names) - num_shown} more" if len(names) > num_shown else ""
+    return ", ".join(names[:num_shown]) + rest

@@ -16,7 +16,7 @@ from loguru import logger
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from engine.errors import AdapterError
+from engine.errors import AdapterError, first_few
 from engine.lora.adapter import HostAdapter, LoRAPair, LoRATarget
 from engine.lora.names import explain_unmatched, resolve, split_members
 from engine.lora.peft_config import AdapterConfig, parse_config
@@ -114,12 +114,15 @@ def _read_shards(directory: Path) -> dict[str, torch.Tensor]:
         misplaced = sorted(key for key in found if shards.get(key) != shard)
         if misplaced:
             raise AdapterError(
-                f"{directory / shard}: holds {_shown(misplaced)}, which the index places elsewhere"
+                f"{directory / shard}: holds {first_few(misplaced, NUM_SHOWN)}, which the index "
+                "places elsewhere"
             )
         tensors |= found
     missing = sorted(set(shards) - set(tensors))
     if missing:
-        raise AdapterError(f"{directory}: shards lack {_shown(missing)}, which the index names")
+        raise AdapterError(
+            f"{directory}: shards lack {first_few(missing, NUM_SHOWN)}, which the index names"
+        )
     return tensors
 
 
@@ -175,10 +178,10 @@ def _build(
     if not tensors:
         reasons.append("the weights hold no tensor")
     faults = [_pair_faults(module, own.tensors, targets) for module, own in sides.items()]
-    reasons += _first_few([fault for own in faults for fault in own], "faults of pairs")
+    reasons += _counted([fault for own in faults for fault in own], "faults of pairs")
     if parsed is not None:
         ranks = [_rank_faults(module, own, parsed) for module, own in sides.items()]
-        reasons += _first_few([fault for own in ranks for fault in own], "ranks")
+        reasons += _counted([fault for own in ranks for fault in own], "ranks")
     if parsed is None or reasons:
         shown = "; ".join(dict.fromkeys(reasons))
         raise AdapterError(f"{where}: the adapter is refused: {shown}")
@@ -212,15 +215,10 @@ def _sides(
             own.tensors[found.side] = tensor
     if len(adapters) > 1:
         unmatched["keys of several adapters, expected one"] = list(adapters.values())
-    return sides, [f"{why}: {_shown(keys)}" for why, keys in unmatched.items()]
+    return sides, [f"{why}: {first_few(keys, NUM_SHOWN)}" for why, keys in unmatched.items()]
 
 
-def _shown(keys: list[str]) -> str:
-    rest = f" and {len(keys) - NUM_SHOWN} more" if len(keys) > NUM_SHOWN else ""
-    return ", ".join(keys[:NUM_SHOWN]) + rest
-
-
-def _first_few(faults: list[str], what: str) -> list[str]:
+def _counted(faults: list[str], what: str) -> list[str]:
     rest = [f"and {len(faults) - NUM_SHOWN} more {what}"] if len(faults) > NUM_SHOWN else []
     return faults[:NUM_SHOWN] + rest
 

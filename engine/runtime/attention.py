@@ -83,7 +83,7 @@ class PagedAttention(AttentionBackend):
             heads = np.concatenate((head_pages, head_pages + self._values_at * self._kv_heads), 1)
             writes.append(heads * self._page_size + offsets[:, None])
             if row.num_new == 1:
-                num_pages = -(-(row.num_computed + 1) // self._page_size)
+                num_pages = self._pages_for(row.num_computed + 1)
                 decode[num_pages.bit_length()].append((token, row))
             else:
                 prefill.append(self._prefill_row(token, row))
@@ -112,7 +112,7 @@ class PagedAttention(AttentionBackend):
         return out
 
     def _decode_groups(self, rows: list[tuple[int, RowContext]]) -> list[DecodeRows]:
-        most_pages = max(-(-(row.num_computed + 1) // self._page_size) for _, row in rows)
+        most_pages = max(self._pages_for(row.num_computed + 1) for _, row in rows)
         per_group = max(1, MAX_GATHERED_TOKENS // (most_pages * self._page_size))
         return [
             self._decode_group(rows[i : i + per_group], most_pages)
@@ -138,11 +138,14 @@ class PagedAttention(AttentionBackend):
         stop = token + row.num_new
         if row.num_computed == 0 and (self._window is None or context <= self._window):
             return PrefillRow(token, stop, context, None, None)
-        num_pages = -(-context // self._page_size)
+        num_pages = self._pages_for(context)
         pages = np.asarray(row.pages[:num_pages])[None]
         queries = np.arange(row.num_computed, context)[:, None]
         bias = self._bias(np.arange(context)[None], queries)
         return PrefillRow(token, stop, context, self._head_pages(pages), bias.to(self._device))
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)
 
     def _head_pages(self, pages: np.ndarray) -> torch.Tensor:
         """Page numbers [B, P] -> indexes of heads' pages, keys then values [2 * B * K * P]."""

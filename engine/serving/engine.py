@@ -215,9 +215,8 @@ class Engine:
         if len(ids) + params.max_tokens > limit:
             raise RequestError(
                 f"{len(ids)} prompt tokens + max_tokens {params.max_tokens} exceed the model's "
-                f"{limit} "
-                f"positions by {len(ids) + params.max_tokens - limit}; shorten the prompt or "
-                "lower max_tokens"
+                f"{limit} positions by {len(ids) + params.max_tokens - limit}; shorten the prompt "
+                "or lower max_tokens"
             )
         return ids
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.errors import ModelError
+from engine.errors import ModelError, first_few
 from engine.layers.weight_slot import WeightSlot
 from engine.weights.checkpoint import Checkpoint
 
@@ -89,5 +89,4 @@ def _is_computed(name: str, slots: Mapping[str, WeightSlot]) -> bool:
 def _listed(what: str, names: list[str]) -> str:
     if not names:
         return ""
-    rest = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
-    return f"{len(names)} {what} ({', '.join(names[:NUM_SHOWN])}{rest})"
+    return f"{len(names)} {what} ({first_few(names, NUM_SHOWN)})"
