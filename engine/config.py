@@ -116,13 +116,14 @@ class DeviceConfig:
 @dataclass(slots=True)
 class LoRAConfig:
     """Adapters. `adapters` maps names to directories ("demo:NAME" is one that ships with the
-    engine).
+    engine). `saved_modules`: whole embeddings or heads (modules_to_save) that may be resident.
     """
 
     _target_: str = "engine.lora.manager.LoRAManager"
     max_loras_per_batch: int = 8
     max_lora_rank: int = 64
     pool_rank_rows: int | None = None
+    saved_modules: int | None = None
     eviction: EvictionPolicy = EvictionPolicy.lru
     adapters: dict[str, str] = field(default_factory=dict)
     pinned: list[str] = field(default_factory=list)
@@ -136,6 +137,7 @@ class LoRAConfig:
             self.pool_rank_rows is None or self.pool_rank_rows >= self.max_lora_rank,
             f"null or a number >= lora.max_lora_rank ({self.max_lora_rank})",
         )
+        _at_least("lora.saved_modules", self.saved_modules, 0)
         unknown = [name for name in self.pinned if name not in self.adapters]
         _check(
             "lora.pinned",

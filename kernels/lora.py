@@ -3,12 +3,14 @@
 Shapes: T tokens, R rows of the pool, M members of a projection group (q, k, v), I in, O = sum of
 the members' widths. An adapter owns one range of rows. Neighbours of equal rank are computed
 together as a run, in batched products, so that the number of calls does not grow with the number of
-adapters. Knows nothing of who owns which rows.
+adapters; tokens with weighted or several adapters are computed adapter by adapter. Knows nothing of
+who owns which rows.
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,51 @@ class LoRARun:
 
 
 @dataclass(frozen=True, slots=True)
+class LooseRows:
+    """One adapter's tokens, anywhere: `tokens` int64 [n], `weights` [n, 1] (None: all 1)."""
+
+    row_start: int
+    row_stop: int
+    tokens: torch.Tensor
+    weights: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class VectorRows:
+    """Single rows of b as vectors: row `rows[i]` for token `tokens[i]`, both int64 [n], times
+    `weights` [n, 1] (None: all 1). A token may come several times.
+    """
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    weights: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """Tokens whose output comes from whole matrix `index` in place of the base's, `tokens` and
+    `weights` as above: y + weight * (y' - y).
+    """
+
+    index: int
+    tokens: torch.Tensor
+    weights: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAWork:
+    """What a step asks of each layer. `gains` rows hold gain - 1, `biases` rows biases; `saved` is
+    the embedding's or the head's.
+    """
+
+    runs: tuple[LoRARun, ...] = ()
+    loose: tuple[LooseRows, ...] = ()
+    gains: VectorRows | None = None
+    biases: VectorRows | None = None
+    saved: tuple[SavedRows, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class BoundRun:
     """A run with its parts of one layer's pool.
 
@@ -42,38 +89,133 @@ class BoundRun:
     b: tuple[torch.Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class BoundWork:
+    """A step's work with one layer's pool; `base_bias` [O] is part of y before the deltas."""
+
+    work: LoRAWork
+    runs: tuple[BoundRun, ...]
+    a: torch.Tensor
+    b: torch.Tensor
+    widths: tuple[int, ...]
+    base_bias: torch.Tensor | None
+
+
 def bind_lora(
-    a: torch.Tensor, b: torch.Tensor, widths: tuple[int, ...], runs: tuple[LoRARun, ...]
-) -> tuple[BoundRun, ...]:
-    """Views of a [R, M, I] and b [R, O] (rank by output, scaling folded in) for `runs`.
+    a: torch.Tensor,
+    b: torch.Tensor,
+    widths: tuple[int, ...],
+    base_bias: torch.Tensor | None,
+    work: LoRAWork,
+) -> BoundWork:
+    """Views of a [R, M, I] and b [R, O] (rank by output, scaling folded in) for `work`.
 
     Decoding binds once and adds many times: views cost as much as small products.
     """
     members, width_in = a.shape[1:]
     bound = []
-    for run in runs:
+    for run in work.runs:
         own_a = a[run.row_start : run.row_stop].view(-1, run.rank * members, width_in)
         own_b = b[run.row_start : run.row_stop].view(-1, run.rank, b.shape[1])
         bound.append(BoundRun(run, own_a, torch.split(own_b, list(widths), dim=-1)))
-    return tuple(bound)
+    return BoundWork(work, tuple(bound), a, b, widths, base_bias)
 
 
-def add_lora(x: torch.Tensor, y: torch.Tensor, bound: tuple[BoundRun, ...]) -> None:
-    """y [T, O] += (x [T, I] @ a.T) @ b of each token's own rows, member by member, in place."""
-    for part in bound:
-        run = part.run
-        own_x = x[run.start : run.stop] if run.tokens is None else x.index_select(0, run.tokens)
-        own_x = own_x.view(-1, run.width, x.shape[1])
-        h = torch.bmm(part.a, own_x.transpose(1, 2))
-        own_y = y[run.start : run.stop]
-        if len(part.b) == 1 and run.places is None:
-            own_y.view(-1, run.width, y.shape[1]).baddbmm_(h.transpose(1, 2), part.b[0])
-            continue
-        shrunk = h.view(-1, run.rank, len(part.b), run.width).permute(2, 0, 3, 1).unbind()
-        column = 0
-        for member_h, member_b in zip(shrunk, part.b, strict=True):
-            delta = torch.bmm(member_h, member_b).flatten(0, 1)
-            if run.places is not None:
-                delta = delta.index_select(0, run.places)
-            own_y[:, column : column + member_b.shape[2]].add_(delta)
-            column += member_b.shape[2]
+def add_lora(x: torch.Tensor, y: torch.Tensor, bound: BoundWork) -> None:
+    """y [T, O] of the base becomes, in place, what each token's own adapters make of it.
+
+    First y += gain * (y - base bias), then += (x [T, I] @ a.T) @ b member by member, then biases.
+    """
+    work = bound.work
+    if work.gains is not None:
+        _add_gains(y, bound.b, work.gains, bound.base_bias)
+    for part in bound.runs:
+        _add_run(x, y, part)
+    for rows in work.loose:
+        _add_loose(x, y, bound, rows)
+    if work.biases is not None:
+        _add_biases(y, bound.b, work.biases)
+
+
+def saved_deltas(
+    x: torch.Tensor, y: torch.Tensor, matrices: torch.Tensor, work: LoRAWork
+) -> list[torch.Tensor]:
+    """What `work.saved` adds to y [T, O], one [n, O] each, before other deltas change y.
+
+    matrices [S, vocab, hidden]; x is token ids [T] (embedding) or hidden states [T, hidden] (head).
+    """
+    deltas = []
+    for rows in work.saved:
+        own_x = x.index_select(0, rows.tokens)
+        lookup = F.linear if x.dim() == 2 else F.embedding
+        delta = lookup(own_x, matrices[rows.index]) - y.index_select(0, rows.tokens)
+        deltas.append(_weighted(delta, rows.weights))
+    return deltas
+
+
+def add_embedding_lora(
+    token_ids: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, work: LoRAWork
+) -> None:
+    """As `add_lora` for an embedding: x is the unit vector of each of token_ids [T].
+
+    a [R, vocab], b [R, hidden]; all adapters come as loose rows.
+    """
+    assert not work.runs and work.biases is None
+    if work.gains is not None:
+        _add_gains(y, b, work.gains, None)
+    for rows in work.loose:
+        own = slice(rows.row_start, rows.row_stop)
+        h = a[own].index_select(1, token_ids.index_select(0, rows.tokens)).t()
+        delta = h @ b[own]
+        y.index_add_(0, rows.tokens, _weighted(delta, rows.weights))
+
+
+def _add_run(x: torch.Tensor, y: torch.Tensor, part: BoundRun) -> None:
+    run = part.run
+    own_x = x[run.start : run.stop] if run.tokens is None else x.index_select(0, run.tokens)
+    own_x = own_x.view(-1, run.width, x.shape[1])
+    h = torch.bmm(part.a, own_x.transpose(1, 2))
+    own_y = y[run.start : run.stop]
+    if len(part.b) == 1 and run.places is None:
+        own_y.view(-1, run.width, y.shape[1]).baddbmm_(h.transpose(1, 2), part.b[0])
+        return
+    shrunk = h.view(-1, run.rank, len(part.b), run.width).permute(2, 0, 3, 1).unbind()
+    column = 0
+    for member_h, member_b in zip(shrunk, part.b, strict=True):
+        delta = torch.bmm(member_h, member_b).flatten(0, 1)
+        if run.places is not None:
+            delta = delta.index_select(0, run.places)
+        own_y[:, column : column + member_b.shape[2]].add_(delta)
+        column += member_b.shape[2]
+
+
+def _add_loose(x: torch.Tensor, y: torch.Tensor, bound: BoundWork, rows: LooseRows) -> None:
+    own = slice(rows.row_start, rows.row_stop)
+    own_x = x.index_select(0, rows.tokens)
+    parts = [
+        (own_x @ a.t()) @ b
+        for a, b in zip(
+            bound.a[own].unbind(1), torch.split(bound.b[own], list(bound.widths), -1), strict=True
+        )
+    ]
+    delta = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    y.index_add_(0, rows.tokens, _weighted(delta, rows.weights))
+
+
+def _add_gains(
+    y: torch.Tensor, b: torch.Tensor, gains: VectorRows, base_bias: torch.Tensor | None
+) -> None:
+    own_y = y.index_select(0, gains.tokens)
+    if base_bias is not None:
+        own_y -= base_bias
+    delta = own_y.mul_(b.index_select(0, gains.rows))
+    y.index_add_(0, gains.tokens, _weighted(delta, gains.weights))
+
+
+def _add_biases(y: torch.Tensor, b: torch.Tensor, biases: VectorRows) -> None:
+    delta = b.index_select(0, biases.rows)
+    y.index_add_(0, biases.tokens, _weighted(delta, biases.weights))
+
+
+def _weighted(delta: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    return delta if weights is None else delta * weights

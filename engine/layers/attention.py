@@ -66,7 +66,7 @@ class Attention:
         self, x: torch.Tensor, rotation: Rotation, backend: AttentionBackend, step: Step
     ) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        qkv = self.qkv(x, step).view(x.shape[0], -1, self.head_dim)
+        qkv = self.qkv(x, step.lora).view(x.shape[0], -1, self.head_dim)
         rotated = self.num_heads + self.num_kv_heads
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         if self.q_norm is not None and self.k_norm is not None:
@@ -75,7 +75,7 @@ class Attention:
             )
         qk = self.ops.apply_rope(qk, rotation.cos, rotation.sin)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        return self.output(backend.attend(self.layer, q, k, v, step), step)
+        return self.output(backend.attend(self.layer, q, k, v, step), step.lora)
 
     def slots(self) -> dict[str, WeightSlot]:
         slots = (

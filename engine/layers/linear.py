@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from engine.layers.build import BuildContext
-from engine.layers.step import Step
 from engine.layers.weight_slot import Part, WeightSlot
 
 
@@ -32,8 +31,8 @@ class Member:
     width: int
 
 
-class LinearDelta(ABC):
-    """Something that is added to a linear layer's output."""
+class Delta(ABC):
+    """Something that is added to a layer's output. An embedding's x is token ids [T]."""
 
     @abstractmethod
     def add(self, x: torch.Tensor, y: torch.Tensor, batch: Any) -> None:
@@ -51,7 +50,9 @@ class Linear:
         *,
         bias: bool,
         cut: Cut,
+        weight: torch.Tensor | None = None,
     ) -> None:
+        """`weight`: a tensor to share (one that the layer has no checkpoint slots for)."""
         self.ops = ctx.ops
         self.members = members
         self.cut = cut
@@ -64,9 +65,9 @@ class Linear:
             self._in_shard = shard(in_features, members[0].name)
             self._out_shards = [(0, member.width) for member in members]
         self.widths = tuple(length for _, length in self._out_shards)
-        self.weight = ctx.empty(sum(self.widths), self._in_shard[1])
+        self.weight = ctx.empty(sum(self.widths), self._in_shard[1]) if weight is None else weight
         self.bias = ctx.empty(sum(self.widths)) if bias else None
-        self.delta: LinearDelta | None = None
+        self.delta: Delta | None = None
 
     @property
     def in_features(self) -> int:
@@ -81,12 +82,23 @@ class Linear:
         """Where member `index`'s local inputs and outputs begin in the whole matrix."""
         return self._in_shard[0], self._out_shards[index][0]
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """x [T, in_features] -> [T, sum(widths)]."""
+    def __call__(self, x: torch.Tensor, lora: Any = None) -> torch.Tensor:
+        """x [T, in_features] -> [T, sum(widths)], with the delta of the adapters in `lora`."""
         y = self.ops.linear(x, self.weight, self.bias)
-        if self.delta is not None and step.lora is not None:
-            self.delta.add(x, y, step.lora)
+        if self.delta is not None and lora is not None:
+            self.delta.add(x, y, lora)
         return y
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        """Columns `start`..`stop` of the matrix, [sum(widths), stop - start], whatever its layout.
+
+        Products with unit vectors are exact: every other term is zero.
+        """
+        units = torch.zeros(
+            (stop - start, self.in_features), dtype=self.weight.dtype, device=self.weight.device
+        )
+        units[:, start:stop].fill_diagonal_(1)
+        return self.ops.linear(units, self.weight, None).t()
 
     def slots(self) -> dict[str, WeightSlot]:
         """Checkpoint tensors, one weight (and bias) per member."""

@@ -1,10 +1,11 @@
 """SwiGLU feed-forward block: down(silu(gate(x)) * up(x))."""
 
+from typing import Any
+
 import torch
 
 from engine.layers.build import BuildContext
 from engine.layers.linear import Cut, Linear, Member
-from engine.layers.step import Step
 from engine.layers.weight_slot import WeightSlot
 
 
@@ -21,9 +22,9 @@ class MLP:
         self.gate_up = Linear(ctx, hidden, gate_up, bias=bias, cut=Cut.column)
         self.down = Linear(ctx, ffn, (Member(f"{name}.down_proj", hidden),), bias=bias, cut=Cut.row)
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, lora: Any = None) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        return self.down(self.ops.silu_mul(self.gate_up(x, step)), step)
+        return self.down(self.ops.silu_mul(self.gate_up(x, lora)), lora)
 
     def slots(self) -> dict[str, WeightSlot]:
         gate_up = (

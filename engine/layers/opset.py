@@ -24,8 +24,10 @@ class OpSet:
     add_rms_norm: Callable[..., torch.Tensor]
     apply_rope: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
-    bind_lora: Callable[..., tuple[Any, ...]]
+    bind_lora: Callable[..., Any]
     add_lora: Callable[..., None]
+    add_embedding_lora: Callable[..., None]
+    saved_deltas: Callable[..., list[torch.Tensor]]
 
     @classmethod
     def select(cls, cfg: KernelsConfig) -> "OpSet":
@@ -43,4 +45,6 @@ REFERENCE = OpSet(
     silu_mul=silu_mul.silu_mul,
     bind_lora=lora.bind_lora,
     add_lora=lora.add_lora,
+    add_embedding_lora=lora.add_embedding_lora,
+    saved_deltas=lora.saved_deltas,
 )

@@ -1,14 +1,14 @@
-"""From keys of an adapter file to projections of the base.
+"""From keys of an adapter file to modules of the base.
 
 A key is read from its end: what stands before the module's own path may only be wrappers that carry
 no meaning. Fused names (qkv_proj, gate_up_proj) stand for their members.
 """
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
-from engine.lora.adapter import LoRATarget
+from engine.lora.adapter import EMBEDDING, HEAD, LoRATarget
 
 WRAPPERS = frozenset(("base_model", "model", "language_model"))
 ROOT = "model"
@@ -17,19 +17,46 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-# "<module>.lora_A.weight"; PEFT's in-memory names have the adapter's name before "weight".
-_PAIR_KEY = re.compile(r"(?P<module>.+)\.(?P<side>lora_[AB])(\.(?P<adapter>[^.]+))?\.weight")
+
+
+class Kind(Enum):
+    """What a tensor is to its module. The values are the words of messages."""
+
+    a = "lora_A"
+    b = "lora_B"
+    b_bias = "lora_B.bias"
+    magnitude = "lora_magnitude_vector"
+    bias = "bias"
+    weight = "weight"
+    frozen = "base_layer.weight"
+
+
+# What stands behind a module's name, an adapter's name and "weight" taken off.
+_SUFFIXES = {
+    ("lora_A", "weight"): Kind.a,
+    ("lora_B", "weight"): Kind.b,
+    ("lora_B", "bias"): Kind.b_bias,
+    ("lora_embedding_A", ""): Kind.a,
+    ("lora_embedding_B", ""): Kind.b,
+    ("lora_magnitude_vector", ""): Kind.magnitude,
+    ("lora_magnitude_vector", "weight"): Kind.magnitude,
+    ("base_layer", "bias"): Kind.bias,
+    ("base_layer", "weight"): Kind.frozen,
+    ("modules_to_save", "weight"): Kind.weight,
+}
+_MARKERS = frozenset(marker for marker, _ in _SUFFIXES)
+_PARAMETERS = ("weight", "bias")
 
 
 @dataclass(frozen=True, slots=True)
-class PairKey:
-    """One side of a pair: the module as the base calls it and as the file does, whether this is A
-    or B, and the adapter's name where the key has one.
+class Key:
+    """A key of a file: what its tensor is, the module as the base calls it and as the file does,
+    and the adapter's name where the key has one.
     """
 
+    kind: Kind
     module: str
     file_module: str
-    side: str
     adapter: str
 
 
@@ -39,31 +66,53 @@ def split_members(module: str) -> list[str]:
     return [f"{parent}.{member}" for member in FUSED[last]] if last in FUSED else [module]
 
 
-def resolve(key: str, targets: Mapping[str, LoRATarget]) -> PairKey | None:
-    """The pair side that `key` names, or None if it is none or its module is not in the base."""
-    match = _PAIR_KEY.fullmatch(key)
-    if match is None:
+def resolve(key: str, targets: Mapping[str, LoRATarget]) -> Key | None:
+    """What `key` names, or None if it is nothing known or its module is not in the base."""
+    parts = key.split(".")
+    place = next((index for index, part in enumerate(parts) if part in _MARKERS), None)
+    if place is None:
+        found = {"weight": Kind.weight, "bias": Kind.bias}.get(parts[-1])
+        return None if found is None else _known(found, parts[:-1], "", targets, "")
+    marker, rest = parts[place], parts[place + 1 :]
+    parameter = rest.pop() if rest and rest[-1] in _PARAMETERS else ""
+    kind = _SUFFIXES.get((marker, parameter))
+    named = len(rest) == 1 and marker != "base_layer"
+    if kind is None or (rest and not named):
         return None
-    parts = match["module"].split(".")
+    return _known(kind, parts[:place], rest[0] if rest else "", targets, marker)
+
+
+def _known(
+    kind: Kind, path: Sequence[str], adapter: str, targets: Mapping[str, LoRATarget], marker: str
+) -> Key | None:
+    module = _module("" if not path else ".".join(path), targets)
+    if module is None:
+        return None
+    is_embedding = module == EMBEDDING
+    if kind in (Kind.a, Kind.b, Kind.b_bias) and is_embedding != ("embedding" in marker):
+        return None
+    if kind in (Kind.weight, Kind.frozen) and module not in (EMBEDDING, HEAD):
+        return None
+    return Key(kind, module, ".".join(path).removeprefix(PEFT_PREFIX), adapter)
+
+
+def _module(path: str, targets: Mapping[str, LoRATarget]) -> str | None:
+    """The base's name of a module that a file calls `path`."""
+    parts = path.split(".")
     for start in range(len(parts)):
         if not all(part in WRAPPERS for part in parts[:start]):
             break
         tail = ".".join(parts[start:])
         for module in (tail, f"{ROOT}.{tail}"):
             if all(member in targets for member in split_members(module)):
-                file_module = match["module"].removeprefix(PEFT_PREFIX)
-                return PairKey(module, file_module, match["side"], match["adapter"] or "")
+                return module
     return None
 
 
 def explain_unmatched(key: str) -> str:
-    """Why a key that is no side of a known pair is refused."""
-    if "lora_magnitude_vector" in key:
-        return "DoRA magnitudes (use_dora) are not supported"
-    if "lora_embedding_" in key or "embed_tokens" in key:
-        return "adapted or stored embed_tokens are not supported"
-    if "lm_head" in key:
-        return "an adapted or stored lm_head is not supported"
-    if key.endswith(".bias"):
-        return "biases (bias, lora_bias) are not supported"
+    """Why a key that names nothing known is refused."""
+    if "trainable_tokens" in key or "token_adapter" in key:
+        return "trained token rows (trainable_token_indices) are not supported"
+    if key.endswith((".weight", ".bias")) and "lora_" not in key:
+        return "neither a LoRA pair nor a supported trained or frozen tensor of the base"
     return "the base has no such module"

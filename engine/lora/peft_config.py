@@ -15,7 +15,7 @@ from loguru import logger
 
 DEFAULT_RANK = 8  # PEFT's own defaults
 DEFAULT_ALPHA = 8
-# Fields that decide rank and scaling, or only which modules were adapted (the tensors say that).
+# Fields that are read here, or only say which modules were adapted (the tensors say that too).
 HANDLED = frozenset(
     [
         "r",
@@ -27,6 +27,10 @@ HANDLED = frozenset(
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
+        "bias",
+        "lora_bias",
+        "use_dora",
+        "modules_to_save",
     ]
 )
 # Fields without effect on what a saved adapter computes.
@@ -49,19 +53,28 @@ INERT = frozenset(
         "lora_ga_config",
     ]
 )
+BIASES = ("none", "lora_only", "all")
+SAVABLE = ("embed_tokens", "lm_head")
 # Initializations that leave the base as it was; others take a part of it into the adapter.
 PLAIN_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Rank and alpha, with patterns by module name in PEFT's matching."""
+    """Rank and alpha, with patterns by module name in PEFT's matching, and what a file must hold
+    beside pairs: trained biases (`bias` is none, lora_only or all), lora_B's biases, magnitudes,
+    whole modules by the last part of their name.
+    """
 
     rank: int
     alpha: float
     use_rslora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    bias: str = "none"
+    lora_bias: bool = False
+    use_dora: bool = False
+    saved_modules: tuple[str, ...] = ()
 
     def rank_of(self, names: Iterable[str]) -> int:
         """The rank that the config gives a module, by the names it has in the file and the base."""
@@ -111,14 +124,43 @@ def parse_config(config: Mapping[str, Any]) -> tuple[AdapterConfig | None, list[
     for name in ("rank_pattern", "alpha_pattern"):
         patterns[name], reason = _pattern(name, config.get(name))
         reasons += [reason] if reason else []
-    rslora = config.get("use_rslora") or False
-    if not isinstance(rslora, bool):
-        reasons.append(f"use_rslora is {rslora!r}, expected true or false")
+    flags = {}
+    for name in ("use_rslora", "lora_bias", "use_dora"):
+        flags[name] = config.get(name) or False
+        if not isinstance(flags[name], bool):
+            reasons.append(f"{name} is {flags[name]!r}, expected true or false")
+    if flags["lora_bias"] and flags["use_dora"]:
+        reasons.append("lora_bias and use_dora are both set, which PEFT does not define")
+    bias = config.get("bias") or "none"
+    if bias not in BIASES:
+        reasons.append(f"bias is {bias!r}, expected one of {', '.join(BIASES)}")
+    saved, reason = _saved_modules(config.get("modules_to_save"))
+    reasons += [reason] if reason else []
     if reasons:
         return None, reasons
     return AdapterConfig(
-        rank, float(alpha), rslora, patterns["rank_pattern"], patterns["alpha_pattern"]
+        rank,
+        float(alpha),
+        flags["use_rslora"],
+        patterns["rank_pattern"],
+        patterns["alpha_pattern"],
+        bias,
+        flags["lora_bias"],
+        flags["use_dora"],
+        saved,
     ), []
+
+
+def _saved_modules(value: Any) -> tuple[tuple[str, ...], str]:
+    """Last parts of the names in modules_to_save, or why they are refused."""
+    names = value or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return (), f"modules_to_save is {value!r}, expected a list of module names"
+    found = tuple(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    others = [name for name in found if name not in SAVABLE]
+    if others:
+        return (), f"modules_to_save={others} is not supported, only {', '.join(SAVABLE)} are"
+    return found, ""
 
 
 def _refused_fields(config: Mapping[str, Any]) -> list[str]:
@@ -132,7 +174,7 @@ def _refused_fields(config: Mapping[str, Any]) -> list[str]:
                     f"init_lora_weights={value!r} changes the base weights; convert the adapter to "
                     "a plain LoRA when saving (path_initial_model_for_weight_conversion)"
                 )
-        elif _is_set(value) and not (name == "bias" and value == "none"):
+        elif _is_set(value):
             reasons.append(f"{name}={value!r} is not supported")
     return reasons
 

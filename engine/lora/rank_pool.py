@@ -1,8 +1,9 @@
-"""The rank pool: one set of A and B matrices per linear layer whose rows are ranks.
+"""The rank pool: one set of A and B matrices per layer whose rows are ranks.
 
 An adapter owns one contiguous row range, as long as its own rank (up to a small alignment), the
-same in every layer. Ranges in use never move; a range is written whole on load. Who may own one is
-the slots' business.
+same in every layer, in the embedding and in the head. Ranges in use never move; a range is written
+whole on load. Vectors of an adapter (biases, DoRA gains) are rows of B whose rows of A are zero.
+Who may own a range is the slots' business.
 """
 
 from typing import Any
@@ -10,130 +11,159 @@ from typing import Any
 import torch
 
 from engine.device import Device
-from engine.layers.linear import Linear, LinearDelta
+from engine.kernels.lora import LoRAWork
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Delta, Linear
 from engine.layers.opset import OpSet
-from engine.lora.adapter import HostAdapter
-from engine.lora.batch import LoRABatch
+from engine.lora.adapter import AdapterLayout, HostAdapter
+from engine.lora.base import scaled_b
+from engine.lora.batch import Placement
 from engine.memory.ledger import MemoryLedger, Receipt
 from engine.models.decoder import DecoderModel
 
-ROW_ALIGNMENT = 8
 
-
-def aligned_rank(rank: int) -> int:
-    """Rows that an adapter of `rank` occupies."""
-    return -(-rank // ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-
-class RankRanges:
-    """First-fit allocator of row ranges. Knows starts and lengths, not tensors."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self._lengths: dict[int, int] = {}
-
-    def find(self, length: int, without: frozenset[int] = frozenset()) -> int | None:
-        """Start of the first free run of `length` rows, as if the ranges at `without` were free; or
-        None.
-        """
-        position = 0
-        for start in sorted(self._lengths):
-            if start in without:
-                continue
-            if start - position >= length:
-                return position
-            position = start + self._lengths[start]
-        return position if self.num_rows - position >= length else None
-
-    def take(self, length: int) -> int | None:
-        """Own the first free run of `length` rows (>= 1); None and nothing taken if there is
-        none.
-        """
-        assert length >= 1
-        start = self.find(length)
-        if start is not None:
-            self._lengths[start] = length
-        return start
-
-    def give_back(self, start: int) -> None:
-        """Free the range that begins at `start`."""
-        del self._lengths[start]
-
-    @property
-    def taken(self) -> dict[int, int]:
-        """Start to length of every range in use."""
-        return dict(self._lengths)
-
-
-class LinearLoRA(LinearDelta):
+class LinearLoRA(Delta):
     """One linear layer's part of the pool: `a` [rows, members, local in], `b` [rows, sum of local
-    widths].
+    widths]. `matrices` [saved, vocab, hidden] are the head's.
     """
 
-    def __init__(self, linear: Linear, num_rows: int, dtype: torch.dtype, device: Device) -> None:
+    def __init__(
+        self,
+        linear: Linear,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: Device,
+        matrices: torch.Tensor | None = None,
+    ) -> None:
         self.linear = linear
         self.ops: OpSet = linear.ops
         self.widths = linear.widths
         shape = (num_rows, len(linear.members), linear.in_features)
         self.a = device.zeros(shape, dtype)
         self.b = device.zeros((num_rows, sum(linear.widths)), dtype)
-        self._batch: LoRABatch | None = None
-        self._bound: tuple[Any, ...] = ()
+        self._matrices = matrices
+        self._work: LoRAWork | None = None
+        self._bound: Any = None
 
     @staticmethod
-    def bytes_per_row(linear: Linear, dtype: torch.dtype) -> int:
-        """Bytes that one rank row costs in this layer."""
-        return (len(linear.members) * linear.in_features + sum(linear.widths)) * dtype.itemsize
+    def numbers_per_row(linear: Linear) -> int:
+        """Numbers that one rank row costs in this layer."""
+        return len(linear.members) * linear.in_features + sum(linear.widths)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, batch: LoRABatch) -> None:
+    def add(self, x: torch.Tensor, y: torch.Tensor, work: LoRAWork) -> None:
         """y [T, O] += the bound adapters' deltas of x [T, I]."""
-        if batch is not self._batch:
-            self._batch = batch
-            self._bound = self.ops.bind_lora(self.a, self.b, self.widths, batch.runs)
+        if work is not self._work:
+            self._work = work
+            self._bound = self.ops.bind_lora(self.a, self.b, self.widths, self.linear.bias, work)
+        if not work.saved:
+            self.ops.add_lora(x, y, self._bound)
+            return
+        assert self._matrices is not None
+        deltas = self.ops.saved_deltas(x, y, self._matrices, work)
         self.ops.add_lora(x, y, self._bound)
+        for rows, delta in zip(work.saved, deltas, strict=True):
+            y.index_add_(0, rows.tokens, delta)
 
-    def write(self, start: int, length: int, adapter: HostAdapter) -> None:
-        """Write rows `start`..`start + length` whole: the adapter's pairs, zeros where it has none.
+    def write(self, start: int, stop: int, adapter: HostAdapter, layout: AdapterLayout) -> None:
+        """Write rows `start`..`stop` whole: the adapter's pairs and vectors, zeros where it has
+        none.
 
-        The scaling is folded into B in float32 before the one cast to the pool's dtype.
+        What multiplies a pair is folded into B in float32 before the one cast to the pool's dtype.
         """
-        rows = slice(start, start + length)
-        self.a[rows].zero_()
-        self.b[rows].zero_()
+        self.a[start:stop].zero_()
+        self.b[start:stop].zero_()
         column = 0
         for index, (member, width) in enumerate(zip(self.linear.members, self.widths, strict=True)):
+            in_start, out_start = self.linear.shard_starts(index)
+            own = self.b[start:stop, column : column + width]
             pair = adapter.pairs.get(member.name)
+            vectors = adapter.vectors.get(member.name)
             if pair is not None:
-                rank = pair.a.shape[0]
-                own = slice(start, start + rank)
-                in_start, out_start = self.linear.shard_starts(index)
                 a = pair.a.narrow(1, in_start, self.linear.in_features)
-                b = pair.b.narrow(0, out_start, width).float().mul(pair.scaling)
-                self.a[own, index].copy_(a)
-                self.b[own, column : column + width].copy_(b.t())
+                self.a[start : start + pair.rank, index].copy_(a)
+                b = scaled_b(pair, vectors).narrow(0, out_start, width)
+                own[: pair.rank].copy_(b.t())
+            if vectors is not None and vectors.bias is not None:
+                own[layout.bias_row].copy_(vectors.bias.narrow(0, out_start, width))
+            if vectors is not None and vectors.gain is not None:
+                own[layout.gain_row].copy_(vectors.gain.narrow(0, out_start, width) - 1)
             column += width
 
 
-class RankPool:
-    """The pool over all linear layers of a model, attached to them as deltas."""
+class EmbeddingLoRA(Delta):
+    """The embedding's part: `a` [rows, vocab], `b` [rows, hidden], `matrices` as the head's."""
 
     def __init__(
-        self, model: DecoderModel, num_rows: int, device: Device, ledger: MemoryLedger
+        self,
+        embedding: Embedding,
+        ops: OpSet,
+        num_rows: int,
+        device: Device,
+        matrices: torch.Tensor,
+    ) -> None:
+        self.ops = ops
+        self.name = embedding.name
+        vocab_size, hidden_size = embedding.weight.shape
+        self.a = device.zeros((num_rows, vocab_size), embedding.weight.dtype)
+        self.b = device.zeros((num_rows, hidden_size), embedding.weight.dtype)
+        self._matrices = matrices
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, work: LoRAWork) -> None:
+        """y [T, hidden] += the bound adapters' deltas of token ids x [T]."""
+        deltas = self.ops.saved_deltas(x, y, self._matrices, work)
+        self.ops.add_embedding_lora(x, y, self.a, self.b, work)
+        for rows, delta in zip(work.saved, deltas, strict=True):
+            y.index_add_(0, rows.tokens, delta)
+
+    def write(self, start: int, stop: int, adapter: HostAdapter, layout: AdapterLayout) -> None:
+        """As for linear layers."""
+        self.a[start:stop].zero_()
+        self.b[start:stop].zero_()
+        pair, vectors = adapter.pairs.get(self.name), adapter.vectors.get(self.name)
+        if pair is not None:
+            self.a[start : start + pair.rank].copy_(pair.a)
+            self.b[start : start + pair.rank].copy_(scaled_b(pair, vectors).t())
+        if vectors is not None and vectors.gain is not None and layout.gain_row is not None:
+            self.b[start + layout.gain_row].copy_(vectors.gain - 1)
+
+
+class RankPool:
+    """The pool over embedding, linear layers and head of a model, attached to them as deltas."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        num_rows: int,
+        num_matrices: int,
+        device: Device,
+        ledger: MemoryLedger,
     ) -> None:
         """Reserve, allocate and attach. Raises CapacityError when the budget does not hold it."""
         linears = list(model.linears())
-        self.bytes_per_row = sum(
-            LinearLoRA.bytes_per_row(linear, model.dtype) for linear in linears
-        )
+        vocab_size, hidden_size = model.spec.vocab_size, model.spec.hidden_size
+        numbers = sum(LinearLoRA.numbers_per_row(linear) for linear in (*linears, model.head))
+        self.bytes_per_row = (numbers + vocab_size + hidden_size) * model.dtype.itemsize
+        matrix_bytes = vocab_size * hidden_size * model.dtype.itemsize
         self.num_rows = num_rows
         self.receipt: Receipt = ledger.reserve(
-            "lora_manager", self.bytes_per_row * num_rows, f"rank pool of {num_rows} rows"
+            "lora_manager",
+            self.bytes_per_row * num_rows + matrix_bytes * num_matrices,
+            f"rank pool of {num_rows} rows, {num_matrices} matrices of saved modules",
         )
-        self._layers = [LinearLoRA(linear, num_rows, model.dtype, device) for linear in linears]
-        for linear, layer in zip(linears, self._layers, strict=True):
+        self._matrices = device.zeros((num_matrices, vocab_size, hidden_size), model.dtype)
+        self._layers: list[LinearLoRA | EmbeddingLoRA] = []
+        for linear in (*linears, model.head):
+            matrices = self._matrices if linear is model.head else None
+            layer = LinearLoRA(linear, num_rows, model.dtype, device, matrices)
             linear.delta = layer
+            self._layers.append(layer)
+        embedding = EmbeddingLoRA(model.embedding, model.head.ops, num_rows, device, self._matrices)
+        model.embedding.delta = embedding
+        self._layers.append(embedding)
 
-    def write(self, start: int, length: int, adapter: HostAdapter) -> None:
-        """Write the range in every layer."""
+    def write(self, placement: Placement, adapter: HostAdapter) -> None:
+        """Write the adapter's range in every layer, and its matrices."""
         for layer in self._layers:
-            layer.write(start, length, adapter)
+            layer.write(placement.row_start, placement.row_stop, adapter, placement.layout)
+        for module, index in zip(placement.layout.saved, placement.matrices, strict=True):
+            self._matrices[index].copy_(adapter.saved[module])

@@ -5,6 +5,8 @@ input.
 import uuid
 from dataclasses import dataclass, field
 
+from engine.lora.adapter import LoadReport
+
 
 @dataclass(frozen=True, slots=True)
 class LoRARef:
@@ -17,9 +19,20 @@ class LoRARef:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRAUse:
+    """One load's part in a request: `weight` multiplies what the adapter adds to each layer."""
+
+    lora_id: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class LoRAUpdateOutput:
-    """Answer to load and unload: `loaded_adapters` maps name to path after the operation."""
+    """Answer to load and unload: `loaded_adapters` maps name to path after the operation; `report`
+    is a successful load's.
+    """
 
     success: bool
     error_message: str = ""
     loaded_adapters: dict[str, str] = field(default_factory=dict)
+    report: LoadReport | None = None

@@ -5,22 +5,24 @@ Adapters with running requests and pinned ones are never evicted. Knows identiti
 names.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.config import EvictionPolicy
 from engine.errors import AdapterError
-from engine.lora.rank_pool import RankRanges, aligned_rank
+from engine.lora.ranges import RankRanges, aligned_rows
 
 
 @dataclass(slots=True)
 class Resident:
-    """An adapter in the pool: `row_start` and `num_rows` of its range, `users` = running
-    requests.
+    """An adapter in the pool: `row_start` and `num_rows` of its range, the matrices of its saved
+    modules, `users` = running requests.
     """
 
     lora_id: str
     row_start: int
     num_rows: int
+    matrices: tuple[int, ...]
     pinned: bool
     loaded_at: int
     used_at: int
@@ -28,15 +30,24 @@ class Resident:
 
 
 class Slots:
-    """At most `num_slots` residents over `num_rows` rows."""
+    """At most `num_slots` residents over `num_rows` rows and `num_matrices` matrices.
+
+    `max_rows` are those that an adapter of the largest rank may need.
+    """
 
     def __init__(
-        self, num_slots: int, num_rows: int, max_rank: int, policy: EvictionPolicy
+        self,
+        num_slots: int,
+        num_rows: int,
+        max_rows: int,
+        policy: EvictionPolicy,
+        num_matrices: int = 0,
     ) -> None:
         self.num_slots = num_slots
-        self.max_rank = max_rank
+        self.max_rows = max_rows
         self.policy = policy
         self.ranges = RankRanges(num_rows)
+        self.num_matrices = num_matrices
         self._residents: dict[str, Resident] = {}
         self._clock = 0
 
@@ -57,19 +68,21 @@ class Slots:
                 "the others; unload a pinned adapter or raise lora.max_loras_per_batch"
             )
 
-    def place(self, lora_id: str, rank: int, *, pinned: bool, evict: bool) -> Resident | None:
-        """Give `lora_id` a slot and a range, evicting idle adapters if allowed; None if there is no
-        room now.
+    def place(
+        self, lora_id: str, num_rows: int, *, pinned: bool, evict: bool, num_matrices: int = 0
+    ) -> Resident | None:
+        """Give `lora_id` a slot, a range of at least `num_rows` rows and matrices, evicting idle
+        adapters if allowed; None if there is no room now.
 
-        The range's contents are stale until written. Nothing is evicted when that would not make
-        enough room. Raises AdapterError, with nothing placed, if pinning it could leave other
-        adapters without room for ever.
+        Their contents are stale until written. Nothing is evicted when that would not make enough
+        room. Raises AdapterError, with nothing placed, if pinning it could leave other adapters
+        without room for ever.
         """
         assert lora_id not in self._residents
         if pinned:
             self.check_pin()
-        num_rows = aligned_rank(rank)
-        victims = self._victims(num_rows) if evict else self._no_victims(num_rows)
+        num_rows = aligned_rows(num_rows)
+        victims = self._victims(num_rows, num_matrices, evict)
         if victims is None:
             return None
         for victim in victims:
@@ -77,22 +90,29 @@ class Slots:
         start = self.ranges.take(num_rows)
         assert start is not None, "victims did not make room"
         now = self._tick()
-        resident = Resident(lora_id, start, num_rows, pinned, loaded_at=now, used_at=now)
+        matrices = tuple(self._free_matrices()[:num_matrices])
+        resident = Resident(lora_id, start, num_rows, matrices, pinned, loaded_at=now, used_at=now)
         self._residents[lora_id] = resident
-        if pinned and not self._largest_rank_fits():
+        if pinned and not self.can_hold([self.max_rows]):
             self.remove(lora_id)
             raise AdapterError(
-                f"pinned: rows {start} to {start + num_rows} of {self.ranges.num_rows} would "
-                "leave no "
-                f"room for an adapter of rank {self.max_rank}; raise lora.pool_rank_rows or lower "
-                "lora.max_lora_rank"
+                f"pinned: rows {start} to {start + num_rows} of {self.ranges.num_rows} would leave "
+                f"no room for an adapter of {self.max_rows} rows; raise lora.pool_rank_rows or "
+                "lower lora.max_lora_rank"
             )
         return resident
 
-    def _largest_rank_fits(self) -> bool:
-        """Whether an adapter of the largest rank would fit if every unpinned one left."""
-        unpinned = frozenset(r.row_start for r in self._residents.values() if not r.pinned)
-        return self.ranges.find(aligned_rank(self.max_rank), unpinned) is not None
+    def can_hold(self, rows: Sequence[int]) -> bool:
+        """Whether adapters of so many rows each could be resident together, the pinned ones
+        staying and everybody else gone.
+        """
+        pinned = [resident for resident in self._residents.values() if resident.pinned]
+        if len(pinned) + len(rows) > self.num_slots:
+            return False
+        ranges = RankRanges(self.ranges.num_rows)
+        for resident in pinned:
+            ranges.take_at(resident.row_start, resident.num_rows)
+        return all(ranges.take(aligned_rows(own)) is not None for own in rows)
 
     def remove(self, lora_id: str) -> None:
         """Free slot and range of an adapter that nobody uses."""
@@ -100,8 +120,23 @@ class Slots:
         assert resident.users == 0, f"{lora_id} is removed while {resident.users} requests use it"
         self.ranges.give_back(resident.row_start)
 
-    def use(self, resident: Resident) -> None:
+    def remove_idle(self) -> None:
+        """Free slots and ranges of all adapters that are neither used nor pinned."""
+        for resident in self.residents:
+            if resident.users == 0 and not resident.pinned:
+                self.remove(resident.lora_id)
+
+    def set_pinned(self, lora_id: str, pinned: bool) -> bool:
+        """Pin or unpin a resident adapter; False if it is not resident or was so already."""
+        resident = self._residents.get(lora_id)
+        if resident is None or resident.pinned == pinned:
+            return False
+        resident.pinned = pinned
+        return True
+
+    def use(self, lora_id: str) -> None:
         """One more running request."""
+        resident = self._residents[lora_id]
         resident.users += 1
         resident.used_at = self._tick()
 
@@ -116,18 +151,21 @@ class Slots:
         self._clock += 1
         return self._clock
 
-    def _no_victims(self, num_rows: int) -> list[Resident] | None:
-        room = len(self._residents) < self.num_slots and self.ranges.find(num_rows) is not None
-        return [] if room else None
+    def _free_matrices(self) -> list[int]:
+        taken = {index for own in self._residents.values() for index in own.matrices}
+        return [index for index in range(self.num_matrices) if index not in taken]
 
-    def _victims(self, num_rows: int) -> list[Resident] | None:
+    def _victims(self, num_rows: int, num_matrices: int, evict: bool) -> list[Resident] | None:
         """The shortest prefix of the eviction order whose removal makes room, or None."""
-        idle = [r for r in self._residents.values() if r.users == 0 and not r.pinned]
+        idle = [r for r in self._residents.values() if evict and r.users == 0 and not r.pinned]
         by_use = self.policy is EvictionPolicy.lru
         idle.sort(key=lambda r: r.used_at if by_use else r.loaded_at)
+        num_free = len(self._free_matrices())
         for count in range(len(idle) + 1):
             victims = idle[:count]
             if len(self._residents) - count >= self.num_slots:
+                continue
+            if num_free + sum(len(victim.matrices) for victim in victims) < num_matrices:
                 continue
             if self.ranges.find(num_rows, frozenset(r.row_start for r in victims)) is not None:
                 return victims

@@ -4,6 +4,7 @@ Owns the weights and their receipt. Knows nothing of pages, adapters or sampling
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from loguru import logger
@@ -61,19 +62,19 @@ class Decoder:
     """The layers of a model, parameters uninitialized until its slots are filled."""
 
     def __init__(self, ctx: BuildContext, spec: ModelSpec) -> None:
-        self.embedding = Embedding(ctx, spec.vocab_size, spec.hidden_size)
+        self.embedding = Embedding(ctx, "model.embed_tokens", spec.vocab_size, spec.hidden_size)
         self.layers = [DecoderLayer(ctx, index, spec) for index in range(spec.num_layers)]
         self.norm = RMSNorm(ctx, spec.hidden_size, spec.rms_norm_eps)
         tied_to = self.embedding if spec.tie_word_embeddings else None
-        self.head = OutputHead(ctx, spec.vocab_size, spec.hidden_size, tied_to)
+        self.head = OutputHead(ctx, "lm_head", spec.vocab_size, spec.hidden_size, tied_to)
         self.rotary = Rotary(spec.rope, ctx.device, ctx.dtype)
 
     def slots(self) -> dict[str, WeightSlot]:
         """Every checkpoint tensor of the model and where it goes."""
-        slots = self.embedding.slots("model.embed_tokens")
+        slots = self.embedding.slots()
         for layer in self.layers:
             slots |= layer.slots()
-        return slots | self.norm.slots("model.norm") | self.head.slots("lm_head")
+        return slots | self.norm.slots("model.norm") | self.head.slots()
 
     def pack(self) -> None:
         """Put the filled weights into the layout that the ops want, one by one."""
@@ -89,16 +90,20 @@ class Decoder:
         return sum(target.nbytes for target in targets) + copied * self.head.weight.nbytes
 
     def forward(self, step: Step, backend: AttentionBackend) -> torch.Tensor:
-        """Logits [N, vocab] of the step's `logit_rows`."""
-        residual = self.embedding(step.token_ids)
+        """Hidden states [T, hidden] before the last norm."""
+        residual = self.embedding(step.token_ids, step.embedding_lora)
         rotation = Rotation(*self.rotary(step.positions))
         x = self.layers[0].input_norm(residual)
         for index, layer in enumerate(self.layers):
             if index:
                 x = layer.input_norm.after_add(x, residual)
             x = layer.attention(x, rotation, backend, step)
-            x = layer.mlp(layer.post_norm.after_add(x, residual), step)
-        return self.head(self.norm(residual.add_(x).index_select(0, step.logit_rows)))
+            x = layer.mlp(layer.post_norm.after_add(x, residual), step.lora)
+        return residual.add_(x)
+
+    def logits(self, hidden: torch.Tensor, lora: Any) -> torch.Tensor:
+        """Logits [N, vocab] of hidden states [N, hidden]; `lora` as for linear layers."""
+        return self.head(self.norm(hidden), lora)
 
 
 class DecoderModel:
@@ -165,10 +170,24 @@ class DecoderModel:
         return self.decoder.layers[0].attention.num_heads
 
     def linears(self) -> Iterator[Linear]:
-        """Every linear layer that may carry a delta, layer by layer."""
+        """The linear layers of the decoder's layers, in their order; the head is apart."""
         for layer in self.decoder.layers:
             yield from layer.linears()
 
+    @property
+    def embedding(self) -> Embedding:
+        return self.decoder.embedding
+
+    @property
+    def head(self) -> OutputHead:
+        return self.decoder.head
+
     def forward(self, step: Step, backend: AttentionBackend) -> torch.Tensor:
-        """Logits [N, vocab]."""
+        """Hidden states [T, hidden] of the step's tokens."""
         return self.decoder.forward(step, backend)
+
+    def logits(self, hidden: torch.Tensor, lora: Any) -> torch.Tensor:
+        """Logits [N, vocab] of rows of hidden states [N, hidden], with the adapters bound for the
+        head in `lora` (None: base only).
+        """
+        return self.decoder.logits(hidden, lora)

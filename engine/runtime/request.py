@@ -5,6 +5,7 @@ tensors.
 from dataclasses import dataclass, field
 from enum import Enum
 
+from engine.lora.ref import LoRAUse
 from engine.runtime.sampling_params import SamplingParams
 
 
@@ -17,13 +18,16 @@ class FinishReason(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt on its way. `num_computed` tokens have keys and values in `pages`."""
+    """A prompt on its way. `num_computed` tokens have keys and values in `pages`.
+
+    `adapters` names loads, each once; none is the base model.
+    """
 
     request_id: int
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
-    lora_id: str | None = None
+    adapters: tuple[LoRAUse, ...] = ()
     output_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0

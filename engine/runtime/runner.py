@@ -2,16 +2,35 @@
 own their work.
 """
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from engine.device import Device
 from engine.layers.step import Step
+from engine.lora.adapter import Part
 from engine.lora.manager import LoRAManager
 from engine.models.decoder import DecoderModel
 from engine.runtime.attention import PagedAttention, RowContext
+from engine.runtime.prompt_logprobs import prompt_logprobs
 from engine.runtime.request import ScheduledRow
+from engine.runtime.sampler import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutput:
+    """What a step gives, for its rows in their order.
+
+    `logits` [N, vocab] of the rows that sample. `finite`: whether all hidden states of the row's
+    tokens are finite numbers. `prompt_logprobs`: for rows that ask for them, one entry for each
+    prompt token after those that the step computed.
+    """
+
+    logits: torch.Tensor
+    finite: tuple[bool, ...]
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...]
 
 
 class ModelRunner:
@@ -31,31 +50,58 @@ class ModelRunner:
 
     def order(self, rows: Sequence[ScheduledRow]) -> list[ScheduledRow]:
         """The rows as adapters lie in the pool, base rows first."""
-        return sorted(rows, key=lambda row: self.lora_manager.order(row.request.lora_id))
+        return sorted(rows, key=lambda row: self.lora_manager.order(row.request.adapters))
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
-        """Logits [N, vocab] of the rows that sample, in the order of `rows`, which must be
-        `order`ed.
-        """
-        return self.model.forward(self._step(rows), self.attention)
+    def run(self, rows: Sequence[ScheduledRow]) -> RunOutput:
+        """Compute the rows, which must be `order`ed."""
+        hidden = self.model.forward(self._step(rows), self.attention)
+        finite = hidden.sum(-1).isfinite().tolist()
+        stops = list(itertools.accumulate(row.num_new for row in rows))
+        spans = [slice(stop - row.num_new, stop) for row, stop in zip(rows, stops, strict=True)]
+        sampling = [index for index, row in enumerate(rows) if row.samples]
+        last = torch.tensor([stops[index] - 1 for index in sampling], dtype=torch.int64)
+        return RunOutput(
+            self._logits(hidden[last.to(self.device)], [rows[index] for index in sampling]),
+            tuple(all(finite[span]) for span in spans),
+            tuple(
+                self._prompt_logprobs(row, hidden[span])
+                for row, span in zip(rows, spans, strict=True)
+            ),
+        )
+
+    def _logits(self, hidden: torch.Tensor, rows: Sequence[ScheduledRow]) -> torch.Tensor:
+        """One row of hidden states for each of `rows`."""
+        uses = [(row.request.adapters, 1) for row in rows]
+        return self.model.logits(hidden, self.lora_manager.bind(Part.head, uses))
+
+    def _prompt_logprobs(
+        self, row: ScheduledRow, hidden: torch.Tensor
+    ) -> tuple[TokenLogprobs, ...]:
+        """`hidden`: those of the row's new tokens."""
+        if row.request.params.prompt_logprobs is None:
+            return ()
+
+        def logits(part: torch.Tensor) -> torch.Tensor:
+            uses = [(row.request.adapters, len(part))]
+            return self.model.logits(part, self.lora_manager.bind(Part.head, uses))
+
+        return prompt_logprobs(row, hidden, logits)
 
     def _step(self, rows: Sequence[ScheduledRow]) -> Step:
         token_ids: list[int] = []
         positions: list[int] = []
-        logit_rows: list[int] = []
         contexts = []
         for row in rows:
             request = row.request
             token_ids += request.token_slice(request.num_computed, row.num_new)
             positions += range(request.num_computed, request.num_computed + row.num_new)
             contexts.append(RowContext(request.pages, request.num_computed, row.num_new))
-            if row.samples:
-                logit_rows.append(len(token_ids) - 1)
+        uses = [(row.request.adapters, row.num_new) for row in rows]
         return Step(
             torch.tensor(token_ids, device=self.device),
             torch.tensor(positions, device=self.device),
-            torch.tensor(logit_rows, dtype=torch.int64, device=self.device),
             self.attention.prepare(contexts),
-            self.lora_manager.bind([(row.request.lora_id, row.num_new) for row in rows]),
+            self.lora_manager.bind(Part.layers, uses),
+            self.lora_manager.bind(Part.embedding, uses),
         )

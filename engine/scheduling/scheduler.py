@@ -44,8 +44,7 @@ class Scheduler:
                 f"{self.pages.num_pages * self.pages.page_size}; ask for fewer or raise "
                 "memory.fraction"
             )
-        if request.lora_id is not None:
-            self.lora_manager.open(request.lora_id)
+        self.lora_manager.open(request.adapters)
         self.waiting.add(request)
 
     def schedule(self) -> list[ScheduledRow]:
@@ -78,10 +77,8 @@ class Scheduler:
             self.pages.free(request.pages)
             request.pages = []
             self._committed_pages -= self._pages_needed(request)
-            if request.lora_id is not None:
-                self.lora_manager.deactivate(request.lora_id)
-        if request.lora_id is not None:
-            self.lora_manager.close(request.lora_id)
+            self.lora_manager.deactivate(request.adapters)
+        self.lora_manager.close(request.adapters)
 
     def check_integrity(self) -> None:
         """Assert that pages, commitments and adapter counts agree with the running requests."""
@@ -101,7 +98,7 @@ class Scheduler:
             return False
         if self._committed_pages + needed > self.pages.num_pages:
             return False
-        if request.lora_id is not None and not self.lora_manager.activate(request.lora_id):
+        if not self.lora_manager.activate(request.adapters):
             return False
         self._committed_pages += needed
         self.running[request.request_id] = request

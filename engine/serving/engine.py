@@ -18,7 +18,7 @@ from loguru import logger
 from engine.config import SamplingConfig
 from engine.errors import AdapterError, EngineError, RequestError
 from engine.lora.manager import LoRAManager
-from engine.lora.ref import LoRARef, LoRAUpdateOutput
+from engine.lora.ref import LoRARef, LoRAUpdateOutput, LoRAUse
 from engine.memory.audit import MemoryAudit
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderModel
@@ -75,9 +75,9 @@ class Engine:
         """
         params = sampling if sampling is not None else self.sampling_params()
         prompt_ids = self._prompt_ids(prompt, params)
-        lora_id = self.lora_manager.resolve(adapter).lora_id if adapter is not None else None
+        adapters = () if adapter is None else (LoRAUse(self.lora_manager.resolve(adapter).lora_id),)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        request = Request(next(self._ids), prompt_ids, params, seed, lora_id)
+        request = Request(next(self._ids), prompt_ids, params, seed, adapters)
         self.scheduler.submit(request)
         self._streams[request.request_id] = OutputStream(request, adapter, self.tokenizer)
         return request.request_id
@@ -222,7 +222,7 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, rows: Sequence[ScheduledRow]) -> tuple[list[int], list[Any]]:
-        logits = self.runner.run(rows)
+        logits = self.runner.run(rows).logits
         sampling = [
             SamplingRow(row.request.params, row.request.seed, row.request.num_tokens)
             for row in rows

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.lora import add_lora, bind_lora
-from engine.lora.batch import MAX_PADDED_TOKENS, LoRABatch, Segment
+from engine.kernels.lora import LoRAWork, add_lora, bind_lora
+from engine.lora.batch import MAX_PADDED_TOKENS, Segment, bind_runs
 
 IN = 10
 shapes = st.lists(
@@ -43,8 +43,8 @@ def test_any_mix_equals_one_by_one(
                 expected[own, column : column + width] += delta
                 column += width
     untouched = y[:num_base].clone()
-    batch = LoRABatch.bind(segments, torch.device("cpu"))
-    add_lora(x, y, bind_lora(a, b, widths, batch.runs))
+    work = LoRAWork(bind_runs(segments, torch.device("cpu")))
+    add_lora(x, y, bind_lora(a, b, widths, None, work))
     torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(y[:num_base], untouched)
 
@@ -53,8 +53,8 @@ def test_idle_rows_between_adapters_disturb_nobody() -> None:
     """Rows that no token owns may hold anything, even infinities."""
     a, b = torch.full((24, 1, IN), torch.inf), torch.full((24, 4), torch.nan)
     a[:8], b[:8], a[16:], b[16:] = 1.0, 1.0, 2.0, 1.0
-    batch = LoRABatch.bind([Segment(0, 2, 0, 8), Segment(2, 3, 16, 24)], torch.device("cpu"))
-    assert len(batch.runs) == 1, "the gap is computed through"
+    runs = bind_runs([Segment(0, 2, 0, 8), Segment(2, 3, 16, 24)], torch.device("cpu"))
+    assert len(runs) == 1, "the gap is computed through"
     x, y = torch.ones(3, IN), torch.zeros(3, 4)
-    add_lora(x, y, bind_lora(a, b, (4,), batch.runs))
+    add_lora(x, y, bind_lora(a, b, (4,), None, LoRAWork(runs)))
     assert y.tolist() == [[80.0] * 4] * 2 + [[160.0] * 4]

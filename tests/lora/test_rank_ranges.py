@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.lora.rank_pool import RankRanges, aligned_rank
+from engine.lora.ranges import RankRanges, aligned_rows
 
 ROWS = 64
 
@@ -65,4 +65,4 @@ TestRanges.settings = settings(max_examples=50, stateful_step_count=30, deadline
 
 
 def test_alignment() -> None:
-    assert [aligned_rank(rank) for rank in (1, 8, 9, 64)] == [8, 8, 16, 64]
+    assert [aligned_rows(rank) for rank in (1, 8, 9, 64)] == [8, 8, 16, 64]

@@ -23,9 +23,7 @@ def place(
 
 
 def touch(slots: Slots, name: str) -> None:
-    resident = slots.get(name)
-    assert resident is not None
-    slots.use(resident)
+    slots.use(name)
     slots.release(name)
 
 
@@ -50,9 +48,7 @@ def test_adapters_in_use_and_pinned_ones_stay_and_the_newcomer_waits() -> None:
     place(slots, "pinned", pinned=True)
     for name in "ab":
         place(slots, name)
-        resident = slots.get(name)
-        assert resident is not None
-        slots.use(resident)
+        slots.use(name)
     before = {r.lora_id: (r.row_start, r.num_rows) for r in slots.residents}
     assert not place(slots, "c")
     assert {r.lora_id: (r.row_start, r.num_rows) for r in slots.residents} == before
@@ -65,9 +61,7 @@ def test_nothing_is_evicted_when_it_would_not_make_room() -> None:
     slots = make(num_slots=4, rows=32, max_rank=32)
     for name in "abc":
         place(slots, name)
-    middle = slots.get("b")
-    assert middle is not None
-    slots.use(middle)
+    slots.use("b")
     assert not place(slots, "big", rank=24)
     assert names(slots) == {"a", "b", "c"}
     slots.release("b")
@@ -93,6 +87,29 @@ def test_pins_never_take_the_room_of_the_largest_rank() -> None:
     slots = make(num_slots=4, rows=32, max_rank=16)
     place(slots, "a", pinned=True)
     place(slots, "b", rank=8, pinned=True)
-    with pytest.raises(AdapterError, match="no room for an adapter of rank 16"):
+    with pytest.raises(AdapterError, match="no room for an adapter of 16 rows"):
         place(slots, "c", pinned=True)
     assert names(slots) == {"a", "b"}
+
+
+def test_matrices_of_saved_modules_are_given_and_taken_like_rows() -> None:
+    slots = Slots(3, 24, 8, EvictionPolicy.lru, num_matrices=2)
+    first = slots.place("a", 8, pinned=False, evict=False, num_matrices=1)
+    assert first is not None and first.matrices == (0,)
+    assert slots.place("both", 8, pinned=False, evict=False, num_matrices=2) is None
+    slots.use("a")
+    assert slots.place("both", 8, pinned=False, evict=True, num_matrices=2) is None
+    slots.release("a")
+    both = slots.place("both", 8, pinned=False, evict=True, num_matrices=2)
+    assert both is not None and both.matrices == (0, 1) and names(slots) == {"both"}
+
+
+def test_several_together_are_judged_by_what_pins_leave() -> None:
+    slots = make(num_slots=4, rows=40)
+    place(slots, "pinned", rank=8, pinned=True)
+    place(slots, "idle", rank=24)
+    assert slots.can_hold([16, 16])
+    assert not slots.can_hold([16, 17])
+    assert not slots.can_hold([8, 8, 8, 8])
+    slots.remove_idle()
+    assert names(slots) == {"pinned"}
