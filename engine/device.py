@@ -83,7 +83,7 @@ class Device:
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed tensor. In host memory it is committed page by page as it is first written."""
-        if self.dry or not self.host_visible:
+        if self.dry or not self.host_visible or 0 in shape:
             return torch.zeros(shape, dtype=dtype, device=self.torch_device)
         raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
         return torch.from_numpy(raw).view(dtype).view(shape)

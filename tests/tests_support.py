@@ -27,3 +27,16 @@ def random_adapter(
         tensors[f"base_model.model.{name}.lora_B.weight"] = b
     targets = sorted({name.rsplit(".", 1)[1] for name in modules})
     return tensors, {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+
+
+def prompt_logits(engine: Any, prompt: list[int], adapter: Any) -> torch.Tensor:
+    """Logits [prompt, vocab] after each token of a prompt, a prefill of its own for each."""
+    found = []
+    for length in range(1, len(prompt) + 1):
+        request_id = engine.add_request(
+            prompt[:length], engine.sampling_params(max_tokens=1, ignore_eos=True), adapter
+        )
+        rows = engine.runner.order(engine.scheduler.schedule())
+        found.append(engine.runner.run(rows).logits[0].clone())
+        engine.abort(request_id)
+    return torch.stack(found)

@@ -11,8 +11,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import regex
 from loguru import logger
 
+from engine.errors import AdapterError
+
+MATCH_SECONDS = 0.2
+MAX_PATTERN_KEYS = 2000
 DEFAULT_RANK = 8  # PEFT's own defaults
 DEFAULT_ALPHA = 8
 # Fields that are read here, or only say which modules were adapted (the tensors say that too).
@@ -96,7 +101,14 @@ def _anchored(key: str) -> str:
 
 
 def _matches(key: str, names: Iterable[str]) -> bool:
-    return any(re.match(_anchored(key), name) for name in names)
+    """Raises AdapterError for an expression that takes for ever: files may come from anywhere."""
+    pattern = regex.compile(_anchored(key))
+    try:
+        return any(pattern.match(name, timeout=MATCH_SECONDS) for name in names)
+    except TimeoutError as error:
+        raise AdapterError(
+            f"pattern key {key!r} takes over {MATCH_SECONDS} s to match; write it plainly"
+        ) from error
 
 
 def _matched(pattern: Mapping[str, float], names: Iterable[str], default: float) -> float:
@@ -198,9 +210,11 @@ def _pattern(name: str, value: Any) -> tuple[dict[str, Any], str]:
     fits, numbers = (_is_rank, "ranks") if name == "rank_pattern" else (_is_number, "numbers")
     if not isinstance(value, dict) or not all(fits(item) for item in value.values()):
         return {}, f"{name} is {value!r}, expected module names with {numbers}"
+    if len(value) > MAX_PATTERN_KEYS:
+        return {}, f"{name} has {len(value)} keys, at most {MAX_PATTERN_KEYS} are supported"
     for key in value:
         try:
-            re.compile(_anchored(key))
+            re.compile(_anchored(key))  # as PEFT does
         except re.error as error:
             return {}, f"{name}: {key!r} is no regular expression ({error})"
     return value, ""
