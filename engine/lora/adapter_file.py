@@ -65,11 +65,21 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise AdapterError(f"{path}: cannot be read ({error.strerror}); it must exist") from error
     _refuse_pointer(path, raw)
     try:
-        found = json.loads(raw)
+        found = json.loads(raw, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path}: is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise AdapterError(f"{path}: holds a {type(found).__name__}, expected an object")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON whose keys must differ: the last of two would win in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = [name for name in found if names.count(name) > 1]
+        raise ValueError(f"{first_few(twice, NUM_SHOWN)} given twice")
     return found
 
 

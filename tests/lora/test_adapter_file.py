@@ -168,6 +168,29 @@ def test_fields_that_change_the_mathematics_are_refused_by_name(field: str, valu
     assert any(field in reason for reason in reasons)
 
 
+def test_a_config_with_a_field_twice_is_refused(tmp_path: Path) -> None:
+    save_file(tensors_of(Q), tmp_path / "adapter_model.safetensors")
+    text = json.dumps(CONFIG)
+    (tmp_path / "adapter_config.json").write_text(text.replace('"r": 4', '"r": 4, "r": 8'))
+    with pytest.raises(AdapterError, match="r given twice"):
+        read_adapter(tmp_path, TARGETS)
+
+
+def test_patterns_that_never_end_or_are_too_many_are_refused() -> None:
+    forever = r"((\w+\.?)+)+\d!|(x+x+)+y"
+    for keys, word in (
+        ({forever: 4}, "write it plainly"),
+        ({f"q_proj{index}": 4 for index in range(3000)}, "at most 2000"),
+    ):
+        name = "model." + "x" * 60
+        try:
+            parsed, reasons = parse_config(CONFIG | {"rank_pattern": keys})
+            assert parsed is None or parsed.rank_of([name]) == 4
+        except AdapterError as refused:
+            reasons = [str(refused)]
+        assert not reasons or word in reasons[0]
+
+
 def test_all_reasons_come_at_once() -> None:
     tensors = drop(tensors_of(Q), "lora_B") | {"odd.key": torch.ones(1)}
     with pytest.raises(AdapterError) as refused:
