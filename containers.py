@@ -16,6 +16,7 @@ from engine.memory.kv_pool import KVPool
 from engine.memory.ledger import MemoryLedger
 from engine.memory.pages import PageAllocator
 from engine.memory.plan import MemoryPlan
+from engine.memory.prefix_cache import PrefixCache
 from engine.models.decoder import DecoderModel
 from engine.parallel.topology import Topology
 from engine.runtime.attention import PagedAttention
@@ -72,6 +73,7 @@ class EngineContainer(containers.DeclarativeContainer):
 
     # run: nothing below may allocate what lives longer than a step
     pages = providers.Singleton(PageAllocator, kv_pool=kv_pool)
+    prefix_cache = providers.Singleton(PrefixCache, cfg=cfg.memory, pages=pages)
     attention = providers.Singleton(
         PagedAttention, cfg=cfg.kernels, kv_pool=kv_pool, model=model, device=device
     )
@@ -79,7 +81,13 @@ class EngineContainer(containers.DeclarativeContainer):
         ModelRunner, model=model, attention=attention, lora_manager=lora_manager, device=device
     )
     sampler = providers.Singleton(Sampler, device=device)
-    scheduler = Component(Scheduler, cfg=cfg.scheduler, pages=pages, lora_manager=lora_manager)
+    scheduler = Component(
+        Scheduler,
+        cfg=cfg.scheduler,
+        pages=pages,
+        prefix_cache=prefix_cache,
+        lora_manager=lora_manager,
+    )
     audit = providers.Singleton(MemoryAudit, plan=memory_plan, kv_pool=kv_pool, device=device)
     engine = providers.Singleton(
         Engine,

@@ -149,11 +149,14 @@ class LoRAConfig:
 
 @dataclass(slots=True)
 class MemoryConfig:
-    """The budget of the memory plan and the shape of KV pages."""
+    """The budget of the memory plan, the shape of KV pages, and whether full ones are kept for
+    requests that begin alike.
+    """
 
     fraction: float = 0.5
     page_size: int = 16
     max_kv_tokens: int | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         _check(
@@ -184,13 +187,15 @@ class KernelsConfig:
 @dataclass(slots=True)
 class SchedulerConfig:
     """Continuous batching. `max_step_tokens` bounds the tokens of one forward, prompts are cut to
-    fit it.
+    fit it. Whoever is first in line and waits for a slot is passed over at most `max_skips` times
+    and for `drain_after_s` seconds.
     """
 
     _target_: str = "engine.scheduling.scheduler.Scheduler"
     max_running_requests: int = 64
     max_step_tokens: int = 512
     max_skips: int = 64
+    drain_after_s: float | None = 10.0
 
     def __post_init__(self) -> None:
         _within("scheduler.max_running_requests", self.max_running_requests, 1, 65536)
@@ -201,6 +206,7 @@ class SchedulerConfig:
             f"a number >= scheduler.max_running_requests ({self.max_running_requests})",
         )
         _at_least("scheduler.max_skips", self.max_skips, 0)
+        _at_least("scheduler.drain_after_s", self.drain_after_s, 0)
 
 
 @dataclass(slots=True)

@@ -60,7 +60,8 @@ class PagedAttention(AttentionBackend):
     ) -> None:
         self.name = cfg.attention.value
         self._caches = kv_pool.layers
-        self._values_at = kv_pool.num_pages
+        self._values_at = kv_pool.num_pages + 1
+        self._null_page = kv_pool.null_page
         self._page_size = kv_pool.page_size
         self._kv_heads, self._head_dim, _ = model.kv_shape
         self._window = model.spec.sliding_window
@@ -120,7 +121,7 @@ class PagedAttention(AttentionBackend):
         ]
 
     def _decode_group(self, rows: list[tuple[int, RowContext]], num_pages: int) -> DecodeRows:
-        pages = np.zeros((len(rows), num_pages), dtype=np.int64)
+        pages = np.full((len(rows), num_pages), self._null_page)
         for i, (_, row) in enumerate(rows):
             used = row.pages[:num_pages]
             pages[i, : len(used)] = used

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.lora.ref import LoRAUse
+from engine.memory.prefix_cache import CachedPage
 from engine.runtime.sampling_params import SamplingParams
 
 
@@ -20,7 +21,9 @@ class FinishReason(Enum):
 class Request:
     """A prompt on its way. `num_computed` tokens have keys and values in `pages`.
 
-    `adapters` names loads, each once; none is the base model.
+    `adapters` names loads, each once; none is the base model. Among waiting requests, those of
+    higher `priority` go first, then older ones. The first of `pages` are those of `prefix`, pages
+    of the prefix cache; `num_cached_tokens` are prompt tokens found there.
     """
 
     request_id: int
@@ -31,8 +34,18 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
+    priority: int = 0
+    use_prefix_cache: bool = True
+    prefix: list[CachedPage] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
     num_skips: int = 0
     finish_reason: FinishReason | None = None
+
+    @property
+    def importance(self) -> tuple[int, int]:
+        """Sort key: the most important request first."""
+        return -self.priority, self.request_id
 
     @property
     def num_tokens(self) -> int:

@@ -1,9 +1,11 @@
 """Continuous batching: which tokens of which requests the next step computes.
 
 Decoding rows come first, then prompts in chunks, all within `max_step_tokens`. A request is
-admitted when a running place, its adapter's slot and the pages for its longest possible output are
-all there; otherwise it waits. Pages are committed at admission and handed out as tokens come, so a
-running request never stops for want of one.
+admitted, whether new or preempted, when a running place, its adapters' slots and the pages for the
+tokens it has are there; pages for further tokens are taken as they come. When there are none left,
+the least important running request is preempted: its pages go to the prefix cache or are freed, it
+goes back to its place in the line and is recomputed later. The most important one is never
+preempted, and `submit` refuses what could not run alone, so that something always advances.
 """
 
 from loguru import logger
@@ -12,22 +14,31 @@ from engine.config import SchedulerConfig
 from engine.errors import RequestError
 from engine.lora.manager import LoRAManager
 from engine.memory.pages import PageAllocator
+from engine.memory.prefix_cache import PrefixCache
 from engine.runtime.request import FinishReason, Request, ScheduledRow
-from engine.scheduling.queue import WaitingQueue
+from engine.scheduling.queue import Verdict, WaitingQueue
 
 
 class Scheduler:
     """Owns requests from submission to their end; every ending goes through `finish`, once."""
 
     def __init__(
-        self, cfg: SchedulerConfig, pages: PageAllocator, lora_manager: LoRAManager
+        self,
+        cfg: SchedulerConfig,
+        pages: PageAllocator,
+        prefix_cache: PrefixCache,
+        lora_manager: LoRAManager,
     ) -> None:
         self.cfg = cfg
         self.pages = pages
+        self.prefix_cache = prefix_cache
         self.lora_manager = lora_manager
-        self.waiting = WaitingQueue(cfg.max_skips)
+        self.waiting = WaitingQueue(cfg.max_skips, cfg.drain_after_s)
         self.running: dict[int, Request] = {}
-        self._committed_pages = 0
+        self.num_preemptions = 0
+        # Pages that the tokens of running requests will need beyond those they have.
+        self._num_promised = 0
+        lora_manager.on_forgotten(prefix_cache.drop)
 
     @property
     def has_work(self) -> bool:
@@ -35,8 +46,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it could never be admitted."""
-        needed = self._pages_needed(request)
-        if needed > self.pages.num_pages:
+        if self.pages.pages_for(request.max_total_tokens) > self.pages.num_pages:
             raise RequestError(
                 f"the request may need {request.max_total_tokens} tokens of KV "
                 f"({len(request.prompt_ids)} prompt + max_tokens {request.params.max_tokens}), "
@@ -49,21 +59,25 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledRow]:
         """Rows of the next step; pages for their tokens are allocated."""
+        rows: dict[int, ScheduledRow] = {}
         budget = self.cfg.max_step_tokens
-        rows: list[ScheduledRow] = []
-        by_need = sorted(self.running.values(), key=lambda request: request.num_pending > 1)
-        for request in by_need:
-            budget -= self._add_row(rows, request, budget)
-        if budget > 0:
+        for request in sorted(self.running.values(), key=_by_need):
+            if request.request_id in self.running and budget > 0:
+                freed = self._make_room(rows, request, budget)
+                budget += freed - self._add_row(rows, request, budget)
+        if budget > 0 and len(self.running) < self.cfg.max_running_requests:
+            self._num_promised = sum(map(self._num_missing, self.running.values()))
             for request in self.waiting.admit(self._admit):
                 budget -= self._add_row(rows, request, budget)
-        return rows
+        return list(rows.values())
 
     def advance(self, row: ScheduledRow, token_id: int | None) -> None:
         """A step has computed `row`; `token_id` was sampled from it if it samples."""
-        row.request.num_computed += row.num_new
+        request = row.request
+        request.num_computed += row.num_new
+        self._cache_full_pages(request)
         if token_id is not None:
-            row.request.output_ids.append(token_id)
+            request.output_ids.append(token_id)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request, waiting or running, and give back all it holds. Does nothing the second
@@ -73,43 +87,119 @@ class Scheduler:
             return
         request.finish_reason = reason
         if not self.waiting.remove(request):
-            del self.running[request.request_id]
-            self.pages.free(request.pages)
-            request.pages = []
-            self._committed_pages -= self._pages_needed(request)
-            self.lora_manager.deactivate(request.adapters)
+            self._stop(request)
         self.lora_manager.close(request.adapters)
 
     def check_integrity(self) -> None:
-        """Assert that pages, commitments and adapter counts agree with the running requests."""
+        """Assert that pages, cached prefixes and adapter counts agree with the running requests."""
         self.pages.check_integrity()
-        held = sum(len(request.pages) for request in self.running.values())
-        assert held + self.pages.num_free == self.pages.num_pages
-        assert self._committed_pages == sum(map(self._pages_needed, self.running.values()))
-        assert self._committed_pages <= self.pages.num_pages
+        running = list(self.running.values())
+        self.prefix_cache.check_integrity([request.prefix for request in running])
+        for request in running:
+            shared = [cached.page for cached in request.prefix]
+            assert request.pages[: len(shared)] == shared
+        own = [page for r in running for page in r.pages[len(r.prefix) :]]
+        assert len(set(own)) == len(own), "a page belongs to two requests"
+        num_cached = self.prefix_cache.stats().num_cached_pages
+        assert len(own) + num_cached + self.pages.num_free == self.pages.num_pages
+        assert not any(request.pages or request.prefix for request in self.waiting)
         self.lora_manager.check_integrity()
 
-    def _pages_needed(self, request: Request) -> int:
-        return self.pages.pages_for(request.max_total_tokens)
+    # ------------------------------------------------------------------ private work
 
-    def _admit(self, request: Request) -> bool:
-        needed = self._pages_needed(request)
+    def _num_missing(self, request: Request) -> int:
+        """Pages that a request's tokens need beyond those it has."""
+        return max(0, self.pages.pages_for(request.num_tokens) - len(request.pages))
+
+    def _admit(self, request: Request) -> Verdict:
+        """The one gate, for new and preempted requests alike."""
         if len(self.running) >= self.cfg.max_running_requests:
-            return False
-        if self._committed_pages + needed > self.pages.num_pages:
-            return False
+            return Verdict.closed
         if not self.lora_manager.activate(request.adapters):
-            return False
-        self._committed_pages += needed
+            return Verdict.passed_over
+        known = request.prompt_ids + request.output_ids
+        can_hit = request.use_prefix_cache and self.prefix_cache.enabled
+        request.prefix = self.prefix_cache.acquire(request.adapters, known) if can_hit else []
+        request.pages = [cached.page for cached in request.prefix]
+        # A page for each running request's next tokens: admitting must not force a preemption.
+        needed = self._num_missing(request) + self._num_promised + len(self.running)
+        if self.running and needed > self.prefix_cache.num_available:
+            self._give_back(request)
+            self.lora_manager.deactivate(request.adapters)
+            return Verdict.closed
+        self._num_promised += self._num_missing(request)
+        request.num_computed = len(request.pages) * self.pages.page_size
+        if can_hit:
+            num_hit = min(request.num_computed, len(request.prompt_ids))
+            request.num_cached_tokens = num_hit
+            self.prefix_cache.count(len(request.prompt_ids), num_hit)
         self.running[request.request_id] = request
         logger.debug("request {}: admitted, {} tokens", request.request_id, request.num_tokens)
-        return True
+        return Verdict.admitted
 
-    def _add_row(self, rows: list[ScheduledRow], request: Request, budget: int) -> int:
+    def _make_room(self, rows: dict[int, ScheduledRow], request: Request, budget: int) -> int:
+        """Preempt until there are pages for a request's next tokens, itself if it is the least
+        important; the tokens of rows that were given up.
+        """
+        freed = 0
+        while self._num_pages_for_step(request, budget) > self.prefix_cache.num_available:
+            victim = max(self.running.values(), key=lambda own: own.importance)
+            row = rows.pop(victim.request_id, None)
+            freed += row.num_new if row is not None else 0
+            self._preempt(victim)
+            if victim is request:
+                break
+        return freed
+
+    def _num_pages_for_step(self, request: Request, budget: int) -> int:
         num_new = min(request.num_pending, budget)
-        if num_new <= 0:
+        return self.pages.pages_for(request.num_computed + num_new) - len(request.pages)
+
+    def _preempt(self, request: Request) -> None:
+        self._stop(request)
+        request.num_computed = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.add(request)
+        logger.debug("request {}: preempted, {} tokens", request.request_id, request.num_tokens)
+
+    def _stop(self, request: Request) -> None:
+        """Take a request out of the running ones, with its pages and slots."""
+        del self.running[request.request_id]
+        self._give_back(request)
+        self.lora_manager.deactivate(request.adapters)
+
+    def _give_back(self, request: Request) -> None:
+        own = request.pages[len(request.prefix) :]
+        self.prefix_cache.release(request.prefix)
+        failed = request.finish_reason is FinishReason.error
+        self.pages.free(own, dirty=bool(request.adapters) or failed)
+        request.pages, request.prefix = [], []
+
+    def _cache_full_pages(self, request: Request) -> None:
+        """Let others share the pages that have become full."""
+        if not self.prefix_cache.enabled:
+            return
+        size = self.pages.page_size
+        for index in range(len(request.prefix), request.num_computed // size):
+            tokens = tuple(request.token_slice(index * size, size))
+            before = request.prefix[-1] if request.prefix else None
+            cached = self.prefix_cache.add(request.adapters, before, tokens, request.pages[index])
+            request.prefix.append(cached)
+            request.pages[index] = cached.page
+
+    def _add_row(self, rows: dict[int, ScheduledRow], request: Request, budget: int) -> int:
+        """Schedule as many of a request's pending tokens as fit; how many these are."""
+        num_new = min(request.num_pending, budget)
+        if num_new <= 0 or request.request_id not in self.running:
             return 0
-        missing = self.pages.pages_for(request.num_computed + num_new) - len(request.pages)
-        request.pages.extend(self.pages.allocate(missing))
-        rows.append(ScheduledRow(request, num_new))
+        missing = self._num_pages_for_step(request, budget)
+        if missing > 0:
+            request.pages.extend(self.prefix_cache.allocate(missing))
+        rows[request.request_id] = ScheduledRow(request, num_new)
         return num_new
+
+
+def _by_need(request: Request) -> tuple[bool, tuple[int, int]]:
+    """Decoding requests first, then prompts; the more important ones first."""
+    return request.num_pending > 1, request.importance

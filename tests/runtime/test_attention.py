@@ -18,10 +18,10 @@ class Pool:
     """What the backend needs of a KV pool."""
 
     page_size = PAGE
-    num_pages = NUM_PAGES
+    num_pages = null_page = NUM_PAGES
 
     def __init__(self) -> None:
-        self.layers = [torch.full((2, NUM_PAGES, KV_HEADS, PAGE, DIM), 1e3)]
+        self.layers = [torch.full((2, NUM_PAGES + 1, KV_HEADS, PAGE, DIM), 1e3)]
 
 
 class Spec:

@@ -1,12 +1,23 @@
 """The waiting line: order, passing, and the bound on passing."""
 
+from engine.lora.ref import LoRAUse
 from engine.runtime.request import Request
 from engine.runtime.sampling_params import SamplingParams
-from engine.scheduling.queue import WaitingQueue
+from engine.scheduling.queue import Verdict, WaitingQueue
 
 
-def request(request_id: int, lora_id: str | None = None) -> Request:
-    return Request(request_id, [1], SamplingParams(max_tokens=1), 0, lora_id)
+def request(request_id: int, lora_id: str = "", priority: int = 0) -> Request:
+    uses = (LoRAUse(lora_id),) if lora_id else ()
+    params = SamplingParams(max_tokens=1)
+    return Request(request_id, [1], params, 0, uses, priority=priority)
+
+
+def only_base(own: Request) -> Verdict:
+    return Verdict.passed_over if own.adapters else Verdict.admitted
+
+
+def anybody(own: Request) -> Verdict:
+    return Verdict.admitted
 
 
 def ids(requests: list[Request]) -> list[int]:
@@ -17,9 +28,20 @@ def test_first_come_first_served() -> None:
     line = WaitingQueue(max_skips=3)
     for i in range(4):
         line.add(request(i))
-    places = iter([True, True, False, False])
-    assert ids(line.admit(lambda _: next(places))) == [0, 1]
+    verdicts = iter([Verdict.admitted, Verdict.admitted, Verdict.closed])
+    assert ids(line.admit(lambda _: next(verdicts))) == [0, 1]
     assert [r.request_id for r in line] == [2, 3]
+
+
+def test_priority_comes_before_age_and_a_preempted_request_has_its_old_place() -> None:
+    line = WaitingQueue(max_skips=3)
+    for i, priority in enumerate([0, 2, 1, 2]):
+        line.add(request(i, priority=priority))
+    assert ids(list(line)) == [1, 3, 2, 0]
+    (first, *_) = line
+    assert line.remove(first)
+    line.add(first)
+    assert ids(list(line)) == [1, 3, 2, 0]
 
 
 def test_others_pass_a_blocked_request_until_the_bound() -> None:
@@ -28,17 +50,33 @@ def test_others_pass_a_blocked_request_until_the_bound() -> None:
     passed = []
     for i in range(1, 9):
         line.add(request(i))
-        passed += ids(line.admit(lambda r: r.lora_id is None))
+        passed += ids(line.admit(only_base))
     assert passed == [1, 2, 3], "three may pass, then the line waits"
     assert len(line) == 6
-    assert ids(line.admit(lambda r: True)) == [0, 4, 5, 6, 7, 8]
+    assert ids(line.admit(anybody)) == [0, 4, 5, 6, 7, 8]
+
+
+def test_nobody_passes_once_the_first_has_waited_long_enough() -> None:
+    now = [0.0]
+    line = WaitingQueue(max_skips=1000, drain_after_s=5.0, clock=lambda: now[0])
+    line.add(request(0, "blocked"))
+    for i in range(1, 4):
+        line.add(request(i))
+        assert ids(line.admit(only_base)) == [i]
+        now[0] += 2.0
+    line.add(request(4))
+    assert ids(line.admit(only_base)) == []
+    assert ids(line.admit(anybody)) == [0, 4]
+    line.add(request(5, "another"))
+    line.add(request(6))
+    assert ids(line.admit(only_base)) == [6], "its own time begins when it is first in line"
 
 
 def test_bound_zero_is_strict_order() -> None:
     line = WaitingQueue(max_skips=0)
     line.add(request(0, "blocked"))
     line.add(request(1))
-    assert ids(line.admit(lambda r: r.lora_id is None)) == []
+    assert ids(line.admit(only_base)) == []
 
 
 def test_removed_requests_are_gone() -> None:

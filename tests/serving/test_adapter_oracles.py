@@ -84,7 +84,7 @@ def test_mixed_batch_equals_one_by_one(seed: int, bases: Path, make_engine: Any)
         expected = CASES[name]["greedy_ids"][i] if name else some["base_greedy_ids"][i]
         assert list(completion.token_ids) == expected, (name, i)
     engine.scheduler.check_integrity()
-    assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
+    assert engine.scheduler.prefix_cache.num_available == engine.scheduler.pages.num_pages
 
 
 def test_a_small_adapter_in_the_rows_of_a_large_one_sees_none_of_it(

@@ -66,7 +66,7 @@ def test_leaving_a_stream_frees_everything_and_unload_goes_through(engine: Engin
 
     asyncio.run(run())
     assert not engine.has_work
-    assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
+    assert engine.scheduler.prefix_cache.num_available == engine.scheduler.pages.num_pages
 
 
 def test_loading_while_others_decode_changes_nobodys_tokens(engine: Engine, tmp_path: Path) -> None:

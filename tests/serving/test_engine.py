@@ -106,7 +106,7 @@ def test_abort_at_every_phase_gives_all_back(engine: Engine) -> None:
             engine.abort(request_id)
         assert not engine.has_work
         engine.scheduler.check_integrity()
-        assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
+        assert engine.scheduler.prefix_cache.num_available == engine.scheduler.pages.num_pages
     engine.unload_adapter("a")
     assert engine.list_adapters() == ()
 

@@ -89,6 +89,7 @@ def test_a_replacement_is_checked_like_the_original() -> None:
         scheduler_by("wiring_support.DemandingScheduler")
     assert str(raised.value).splitlines() == [
         "scheduler: DemandingScheduler has no parameter 'cfg'",
+        "scheduler: DemandingScheduler has no parameter 'prefix_cache'",
         "scheduler: DemandingScheduler needs 'clock', which nothing gives",
     ]
 
