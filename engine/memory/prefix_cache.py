@@ -136,7 +136,7 @@ class PrefixCache:
                 self._idle[node] = None
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, giving up cached ones as needed. CapacityError if that is not enough."""
+        """Take `count` pages, giving up cached ones as needed. Raises CapacityError."""
         missing = count - self._pages.num_free
         if missing > self._num_unread:
             return self._pages.allocate(count)

@@ -1,5 +1,5 @@
-"""A faulty adapter's rows disturb nobody: all others are bit-equal to the same batch with a base row
-in its place.
+"""A faulty adapter's rows disturb nobody: all others are bit-equal to the same batch with a base
+row in its place.
 """
 
 from pathlib import Path
