@@ -23,7 +23,8 @@ class Request:
 
     `adapters` names loads, each once; none is the base model. Among waiting requests, those of
     higher `priority` go first, then older ones. The first of `pages` are those of `prefix`, pages
-    of the prefix cache; `num_cached_tokens` are prompt tokens found there.
+    of the prefix cache; `num_cached_tokens` are prompt tokens found there. `leader` is a request for
+    the same prompt, which need be computed only once.
     """
 
     request_id: int
@@ -36,6 +37,7 @@ class Request:
     num_computed: int = 0
     priority: int = 0
     use_prefix_cache: bool = True
+    leader: "Request | None" = None
     prefix: list[CachedPage] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0

@@ -16,10 +16,13 @@ from engine.runtime.request import Request
 
 
 class Verdict(Enum):
-    """What the gate says of a request: in, let others pass it, or nobody else for now."""
+    """What the gate says of a request: in, let others pass it (within bounds), let them pass as it
+    is better off later, or nobody else for now.
+    """
 
     admitted = "admitted"
     passed_over = "passed over"
+    later = "later"
     closed = "closed"
 
 
@@ -68,7 +71,7 @@ class WaitingQueue:
                 break
             if verdict is Verdict.passed_over:
                 first = first or request
-            else:
+            elif verdict is Verdict.admitted:
                 admitted.append(request)
                 if first is not None:
                     first.num_skips += 1

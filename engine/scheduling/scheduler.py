@@ -115,6 +115,8 @@ class Scheduler:
         """The one gate, for new and preempted requests alike."""
         if len(self.running) >= self.cfg.max_running_requests:
             return Verdict.closed
+        if self._waits_for_leader(request):
+            return Verdict.later
         if not self.lora_manager.activate(request.adapters):
             return Verdict.passed_over
         known = request.prompt_ids + request.output_ids
@@ -136,6 +138,14 @@ class Scheduler:
         self.running[request.request_id] = request
         logger.debug("request {}: admitted, {} tokens", request.request_id, request.num_tokens)
         return Verdict.admitted
+
+    def _waits_for_leader(self, request: Request) -> bool:
+        """Whether pages that the request could share are still being computed."""
+        leader = request.leader
+        if leader is None or leader.finish_reason is not None or not self.prefix_cache.enabled:
+            return False
+        shared = (len(leader.prompt_ids) - 1) // self.pages.page_size * self.pages.page_size
+        return request.use_prefix_cache and leader.num_computed < shared
 
     def _make_room(self, rows: dict[int, ScheduledRow], request: Request, budget: int) -> int:
         """Preempt until there are pages for a request's next tokens, itself if it is the least

@@ -305,3 +305,35 @@ def test_prompts_are_cut_into_chunks_and_decoding_goes_first() -> None:
         [(0, 1, True), (1, 7, False)],
         [(0, 1, True), (1, 3, True)],
     ]
+
+
+def test_samples_of_one_prompt_wait_until_it_is_computed_once() -> None:
+    scheduler = make(num_pages=30)
+    leader = request(0, 18, 4)
+    followers = [request(i, 18, 4) for i in (1, 2)]
+    for own in followers:
+        own.leader = leader
+    for own in (leader, *followers):
+        scheduler.submit(own)
+    num_computed = []
+    while scheduler.has_work:
+        rows = scheduler.schedule()
+        num_computed.append(sum(row.num_new for row in rows))
+        for row in rows:
+            scheduler.advance(row, 7 if row.samples else None)
+            if len(row.request.output_ids) == 4:
+                scheduler.finish(row.request, FinishReason.length)
+    assert sum(num_computed) == 18 + 2 * 2 + 3 * 3
+    assert [own.num_cached_tokens for own in followers] == [16, 16]
+    scheduler.check_integrity()
+
+
+def test_samples_do_not_wait_for_a_leader_that_is_gone() -> None:
+    scheduler = make(num_pages=30)
+    leader, follower = request(0, 18, 4), request(1, 18, 4)
+    follower.leader = leader
+    for own in (leader, follower):
+        scheduler.submit(own)
+    run_step(scheduler)
+    scheduler.finish(leader, FinishReason.abort)
+    assert run_step(scheduler) == 1 and follower.num_computed == 16
