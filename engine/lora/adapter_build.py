@@ -93,7 +93,9 @@ def _modules(
         if key.kind in (Kind.a, Kind.b, Kind.b_bias, Kind.magnitude):
             adapters.setdefault(key.adapter, text)
         own = modules.setdefault(key.module, _new_module(key, targets))
-        if key.kind in own.tensors:
+        if key.file_module != own.file_name:
+            unmatched[f"{key.module} is spelt in two ways"].append(text)
+        elif key.kind in own.tensors:
             unmatched[f"{key.module}.{key.kind.value} is given twice"].append(text)
         else:
             own.tensors[key.kind] = tensor

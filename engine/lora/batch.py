@@ -84,7 +84,9 @@ def bind_work(
     ]
     loose = [own for own in with_rows if part is not Part.layers or not own.in_runs]
     gains = [own for own in with_rows if own.placement.layout.gain_row is not None]
-    biases = [own for own in with_rows if own.placement.layout.bias_row is not None]
+    # An embedding has no biases, whatever other parts of the adapter have.
+    biased = [] if part is Part.embedding else with_rows
+    biases = [own for own in biased if own.placement.layout.bias_row is not None]
     return LoRAWork(
         bind_runs(segments, device),
         tuple(_loose(own, device, dtype) for own in loose),
