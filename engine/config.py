@@ -211,14 +211,18 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class SamplingConfig:
-    """Defaults of a request's sampling parameters; temperature 0 is greedy, top_k 0 and min_p 0 are
-    off.
+    """Defaults of a request's sampling parameters; temperature 0 is greedy, top_k 0, min_p 0 and
+    repetition_penalty 1 are off.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
     max_tokens: int = 64
     seed: int | None = None
 
@@ -229,7 +233,16 @@ class SamplingConfig:
             "sampling.top_p", self.top_p, 0.0 < self.top_p <= 1.0, "a number above 0 and at most 1"
         )
         _within("sampling.min_p", self.min_p, 0.0, 1.0)
+        _check(
+            "sampling.repetition_penalty",
+            self.repetition_penalty,
+            0.0 < self.repetition_penalty < float("inf"),
+            "a finite number above 0",
+        )
+        _within("sampling.presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("sampling.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _at_least("sampling.max_tokens", self.max_tokens, 1)
+        _within("sampling.min_tokens", self.min_tokens, 0, self.max_tokens)
 
 
 @dataclass(slots=True)

@@ -161,7 +161,7 @@ class Soak:
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
-        self.engine = make_engine(kv_tokens=320, slots=NUM_SLOTS, cache=True, running=12)
+        self.engine = make_engine(kv_tokens=224, slots=NUM_SLOTS, cache=True, running=12)
         self.alone = Alone()
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
@@ -336,11 +336,11 @@ class Soak:
         scheduler.check_integrity()
         if scheduler.has_work:
             self.faults.append("requests are left")
-        if any(resident.users for resident in manager._slots.residents):
+        if any(resident.users for resident in manager.residents):
             self.faults.append("slots are still in use")
         for name in list(self.names):
             self.engine.unload_adapter(name)
-        if manager._by_id or manager._slots.residents:
+        if manager._by_id or manager.residents:
             self.faults.append(f"{len(manager._by_id)} loads are left")
         scheduler.check_integrity()
         scheduler.prefix_cache.clear()

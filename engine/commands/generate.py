@@ -73,5 +73,5 @@ def _cell(completion: Completion, width: int) -> list[str]:
     lines = [
         wrapped for line in text.splitlines() for wrapped in textwrap.wrap(line, width) or [""]
     ]
-    name = completion.adapter or BASE
+    name = str(completion.adapter or BASE)
     return [name, "-" * len(name), *lines]

@@ -12,7 +12,7 @@ from loguru import logger
 
 from engine.errors import AdapterError, first_few
 from engine.lora.adapter import HEAD, HostAdapter, LoRAPair, LoRATarget
-from engine.lora.names import Key, Kind, explain_unmatched, resolve, split_members
+from engine.lora.names import PEFT_PREFIX, Key, Kind, explain_unmatched, resolve, split_members
 from engine.lora.peft_config import AdapterConfig, parse_config
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -27,17 +27,17 @@ NUM_SHOWN = 3
 
 @dataclass(slots=True)
 class _Module:
-    """The tensors that a file has for one module, which it calls `file_name`."""
+    """The tensors that a file has for one module, which it spells `path`."""
 
     name: str
-    file_name: str
+    path: str
     members: tuple[LoRATarget, ...]
     tensors: dict[Kind, torch.Tensor] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, str]:
         """Names that patterns of the config may match."""
-        return self.file_name, self.name
+        return self.path.removeprefix(PEFT_PREFIX), self.name
 
     @property
     def widths(self) -> list[int]:
@@ -93,7 +93,7 @@ def _modules(
         if key.kind in (Kind.a, Kind.b, Kind.b_bias, Kind.magnitude):
             adapters.setdefault(key.adapter, text)
         own = modules.setdefault(key.module, _new_module(key, targets))
-        if key.file_module != own.file_name:
+        if key.path != own.path:
             unmatched[f"{key.module} is spelt in two ways"].append(text)
         elif key.kind in own.tensors:
             unmatched[f"{key.module}.{key.kind.value} is given twice"].append(text)
@@ -107,7 +107,7 @@ def _modules(
 
 def _new_module(key: Key, targets: Mapping[str, LoRATarget]) -> _Module:
     members = tuple(targets[name] for name in split_members(key.module))
-    return _Module(key.module, key.file_module, members)
+    return _Module(key.module, key.path, members)
 
 
 def _counted(faults: list[str], what: str) -> list[str]:

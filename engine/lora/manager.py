@@ -7,7 +7,6 @@ thread-safe: the engine's loop calls it.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,39 +16,19 @@ from loguru import logger
 
 from engine.config import LoRAConfig
 from engine.device import Device
-from engine.errors import AdapterError, RequestError
+from engine.errors import AdapterError
 from engine.kernels.lora import LoRAWork
-from engine.lora.adapter import AdapterLayout, HostAdapter, LoadReport, Part
+from engine.lora.adapter import HostAdapter, LoadReport, Part
 from engine.lora.adapter_file import adapter_from_tensors, read_adapter
 from engine.lora.base import AdapterBase
-from engine.lora.batch import Placement
 from engine.lora.binder import StepBinder
-from engine.lora.ranges import aligned_rows
-from engine.lora.rank_pool import RankPool
 from engine.lora.ref import LoRARef, LoRAUpdateOutput, LoRAUse
-from engine.lora.slots import Slots
+from engine.lora.residency import Loaded, Residency
+from engine.lora.slots import Resident
 from engine.memory.ledger import MemoryLedger, Receipt, format_bytes
 from engine.models.decoder import DecoderModel
 
 DEMO_PREFIX = "demo:"
-# Rows beside its ranks that an adapter may need: one of biases, one of DoRA gains.
-MAX_VECTOR_ROWS = 2
-# Whole matrices that one adapter may bring: embedding and head.
-MAX_SAVED_MODULES = 2
-
-
-@dataclass(slots=True)
-class _Loaded:
-    """A load: its reference, weights in host memory, where they lie in the pool while they are
-    resident, and how many open requests hold it.
-    """
-
-    ref: LoRARef
-    adapter: HostAdapter
-    layout: AdapterLayout
-    placement: Placement | None = None
-    num_open: int = 0
-    retired: bool = False
 
 
 class LoRAManager:
@@ -61,21 +40,12 @@ class LoRAManager:
         """Reserve and allocate the pool, then load `lora.adapters`. Raises CapacityError,
         AdapterError.
         """
-        self.max_rank = cfg.max_lora_rank
         self.max_loras_per_batch = cfg.max_loras_per_batch
         self._device = device
-        num_rows, num_matrices = _pool_rows(cfg), _pool_matrices(cfg, device)
-        self._pool = RankPool(model, num_rows, num_matrices, device, ledger)
-        self._slots = Slots(
-            cfg.max_loras_per_batch,
-            num_rows,
-            aligned_rows(cfg.max_lora_rank + MAX_VECTOR_ROWS),
-            cfg.eviction,
-            num_matrices,
-        )
+        self._residency = Residency(cfg, model, device, ledger)
         self._base = AdapterBase(model)
         self._binder = StepBinder(device.torch_device, model.dtype)
-        self._by_id: dict[str, _Loaded] = {}
+        self._by_id: dict[str, Loaded] = {}
         self._by_name: dict[str, str] = {}
         self._num_open_together = 0
         self._forgotten_listeners: list[Callable[[str], None]] = []
@@ -85,12 +55,17 @@ class LoRAManager:
     @property
     def receipt(self) -> Receipt:
         """Proof of the pool's reservation."""
-        return self._pool.receipt
+        return self._residency.pool.receipt
 
     @property
     def pool_bytes_per_row(self) -> int:
         """Bytes that one rank row costs over all layers."""
-        return self._pool.bytes_per_row
+        return self._residency.pool.bytes_per_row
+
+    @property
+    def residents(self) -> tuple[Resident, ...]:
+        """Adapters in the pool now."""
+        return self._residency.residents
 
     # ------------------------------------------------------------------ load, unload, list
 
@@ -140,16 +115,15 @@ class LoRAManager:
         """A request will use these loads: their weights stay until `close`. Raises RequestError,
         with nothing opened, if they could never be resident together.
         """
-        self._check_together([self._by_id[use.lora_id] for use in uses])
+        self._residency.check_together(self._loads(uses))
         self._num_open_together += len(uses) > 1
-        for use in uses:
-            self._by_id[use.lora_id].num_open += 1
+        for loaded in self._loads(uses):
+            loaded.num_open += 1
 
     def close(self, uses: Sequence[LoRAUse]) -> None:
         """The request has ended, in whatever way; called exactly once per `open`."""
         self._num_open_together -= len(uses) > 1
-        for use in uses:
-            loaded = self._by_id[use.lora_id]
+        for loaded in self._loads(uses):
             assert loaded.num_open > 0, f"{loaded.ref.name} is closed more often than opened"
             loaded.num_open -= 1
             self._forget_if_unused(loaded)
@@ -158,44 +132,11 @@ class LoRAManager:
         """Make the adapters resident for one more running request; False, and nothing activated,
         if there is no room for all of them now.
         """
-        if self._activate_all(uses):
-            return True
-        if len(uses) < 2 or any(resident.users for resident in self._slots.residents):
-            return False
-        # Nobody runs: only idle adapters in between can be in the way of several together.
-        self._slots.remove_idle()
-        return self._activate_all(uses)
-
-    def _activate_all(self, uses: Sequence[LoRAUse]) -> bool:
-        for index, use in enumerate(uses):
-            loaded = self._by_id[use.lora_id]
-            if self._slots.get(use.lora_id) is None and not self._place(loaded, evict=True):
-                self.deactivate(uses[:index])
-                return False
-            self._slots.use(use.lora_id)
-        return True
-
-    def _place(self, loaded: _Loaded, *, evict: bool, pinned: bool = False) -> bool:
-        """Give a load its slot and write its weights; False if there is no room now."""
-        layout = loaded.layout
-        resident = self._slots.place(
-            loaded.ref.lora_id,
-            layout.num_rows,
-            pinned=pinned,
-            evict=evict,
-            num_matrices=len(layout.saved),
-        )
-        if resident is None:
-            return False
-        rows = resident.row_start, resident.row_start + resident.num_rows
-        loaded.placement = Placement(layout, *rows, resident.matrices)
-        self._pool.write(loaded.placement, loaded.adapter)
-        return True
+        return self._residency.activate(self._loads(uses))
 
     def deactivate(self, uses: Sequence[LoRAUse]) -> None:
         """One running request less."""
-        for use in uses:
-            self._slots.release(use.lora_id)
+        self._residency.deactivate(self._loads(uses))
 
     def on_forgotten(self, listener: Callable[[str], None]) -> None:
         """Call `listener(lora_id)` when a load is gone for good: nobody can use it any more."""
@@ -209,8 +150,9 @@ class LoRAManager:
         """
         if not uses:
             return -1
-        place = self._placement(uses[0]).row_start
-        return place if len(uses) == 1 and uses[0].weight == 1.0 else place + self._pool.num_rows
+        place = self._residency.placement(self._by_id[uses[0].lora_id]).row_start
+        alone = len(uses) == 1 and uses[0].weight == 1.0
+        return place if alone else place + self._residency.pool.num_rows
 
     def bind(self, part: Part, rows: Sequence[tuple[Sequence[LoRAUse], int]]) -> LoRAWork | None:
         """Bind a step's rows, (adapters, tokens) each, sorted by `order`, for one part of the
@@ -219,26 +161,21 @@ class LoRAManager:
         if not any(uses for uses, _ in rows):
             return None
         placed = [
-            ([(self._placement(use), use.weight) for use in uses], num_tokens)
-            for uses, num_tokens in rows
+            ([(self._residency.placement(self._by_id[u.lora_id]), u.weight) for u in uses], count)
+            for uses, count in rows
         ]
         return self._binder.bind(part, placed)
 
-    def _placement(self, use: LoRAUse) -> Placement:
-        resident, placement = self._slots.get(use.lora_id), self._by_id[use.lora_id].placement
-        assert resident is not None and resident.users > 0, f"{use.lora_id} is not active"
-        assert placement is not None
-        return placement
-
     def check_integrity(self) -> None:
         """Assert that slots, ranges and counts agree."""
-        taken = self._slots.ranges.taken
-        assert taken == {r.row_start: r.num_rows for r in self._slots.residents}
-        assert len(self._slots.residents) <= self.max_loras_per_batch
-        for resident in self._slots.residents:
+        self._residency.check_integrity()
+        for resident in self.residents:
             assert resident.users <= self._by_id[resident.lora_id].num_open
 
     # ------------------------------------------------------------------ private work
+
+    def _loads(self, uses: Sequence[LoRAUse]) -> list[Loaded]:
+        return [self._by_id[use.lora_id] for use in uses]
 
     def _logged(
         self, verb: str, ref: LoRARef, work: Callable[[], LoadReport | str]
@@ -273,7 +210,7 @@ class LoRAManager:
             logger.info(
                 "lora: {} adapters loaded, {} resident in {} slots, {:.1f} s",
                 len(cfg.adapters),
-                len(self._slots.residents),
+                len(self.residents),
                 cfg.max_loras_per_batch,
                 time.perf_counter() - started,
             )
@@ -301,7 +238,7 @@ class LoRAManager:
         started = time.perf_counter()
         self._check_new(ref, replace)
         adapter = self._base.settle(read())
-        self._register(_Loaded(ref, adapter, adapter.layout))
+        self._register(Loaded(ref, adapter, adapter.layout))
         return adapter.report(time.perf_counter() - started)
 
     def _unload_lora_adapter(self, ref: LoRARef) -> str:
@@ -312,7 +249,7 @@ class LoRAManager:
         self._retire(loaded)
         return f"{loaded.num_open} requests still use it" if loaded.num_open else "its slot is free"
 
-    def _retire(self, loaded: _Loaded) -> None:
+    def _retire(self, loaded: Loaded) -> None:
         """No new requests; its weights go with the last one that holds them."""
         loaded.retired = True
         self._forget_if_unused(loaded)
@@ -334,111 +271,32 @@ class LoRAManager:
                 "unload it first, or load with replace=true"
             )
 
-    def _check_fits(self, loaded: _Loaded) -> None:
-        name, layout = loaded.ref.name, loaded.layout
-        if layout.rank > self.max_rank:
-            raise AdapterError(
-                f"adapter {name!r} has rank {layout.rank}, lora.max_lora_rank is "
-                f"{self.max_rank}; raise it"
-            )
-        if aligned_rows(layout.num_rows) > self._pool.num_rows:
-            raise AdapterError(
-                f"adapter {name!r} needs {layout.num_rows} rows (ranks, biases, gains), the pool "
-                f"has {self._pool.num_rows}; raise lora.pool_rank_rows"
-            )
-        if len(layout.saved) > self._slots.num_matrices:
-            raise AdapterError(
-                f"adapter {name!r} replaces {' and '.join(layout.saved)} (modules_to_save), "
-                f"lora.saved_modules allows {self._slots.num_matrices} matrices; raise it"
-            )
-        if layout.saved and loaded.ref.pinned:
-            raise AdapterError(
-                f"adapter {name!r} has modules_to_save and cannot be pinned; load it unpinned"
-            )
-
-    def _check_together(self, loads: Sequence[_Loaded]) -> None:
-        """Raise RequestError if a request's loads could never be resident at the same time."""
-        if len(loads) < 2:
-            return
-        rows = [loaded.layout.num_rows for loaded in loads if not self._is_pinned(loaded)]
-        num_matrices = sum(len(loaded.layout.saved) for loaded in loads)
-        if not self._slots.can_hold(rows) or num_matrices > self._slots.num_matrices:
-            names = ", ".join(loaded.ref.name for loaded in loads)
-            raise RequestError(
-                f"adapters {names} do not fit together: {len(loads)} slots, {sum(rows)} unpinned "
-                f"rows and {num_matrices} matrices of saved modules are needed, there are "
-                f"{self._slots.num_slots}, {self._pool.num_rows} and {self._slots.num_matrices} "
-                "less those of pinned adapters"
-            )
-
-    def _is_pinned(self, loaded: _Loaded) -> bool:
-        resident = self._slots.get(loaded.ref.lora_id)
-        return resident is not None and resident.pinned
-
-    def _register(self, loaded: _Loaded) -> None:
+    def _register(self, loaded: Loaded) -> None:
         """Make the load known under its name; one of that name that was there is retired."""
-        self._check_fits(loaded)
+        self._residency.check_fits(loaded)
         ref = loaded.ref
         old = self._by_id[self._by_name[ref.name]] if ref.name in self._by_name else None
+        if ref.pinned and self._num_open_together:
+            raise AdapterError(
+                f"adapter {ref.name!r} cannot be pinned while requests with several adapters are "
+                "open; try again later"
+            )
         if ref.pinned:
-            self._pin(loaded, old)
+            self._residency.pin(loaded, old)
         else:
-            self._place(loaded, evict=False)
+            self._residency.place(loaded, evict=False)
         self._by_id[ref.lora_id] = loaded
         self._by_name[ref.name] = ref.lora_id
         if old is not None:
             self._retire(old)
 
-    def _pin(self, loaded: _Loaded, old: _Loaded | None) -> None:
-        """Place a pinned load, in the stead of `old` if that is pinned too. Raises AdapterError."""
-        if self._num_open_together:
-            raise AdapterError(
-                f"adapter {loaded.ref.name!r} cannot be pinned while requests with several "
-                "adapters are open; try again later"
-            )
-        was_pinned = old is not None and self._slots.set_pinned(old.ref.lora_id, False)
-        try:
-            if not self._place(loaded, evict=True, pinned=True):
-                raise AdapterError(
-                    f"adapter {loaded.ref.name!r} cannot be pinned now: running requests hold the "
-                    "slots; try again later"
-                )
-        except AdapterError:
-            if old is not None and was_pinned and not self._slots.set_pinned(old.ref.lora_id, True):
-                self._place(old, evict=True, pinned=True)
-            raise
-
-    def _forget_if_unused(self, loaded: _Loaded) -> None:
+    def _forget_if_unused(self, loaded: Loaded) -> None:
         if not loaded.retired or loaded.num_open:
             return
-        if self._slots.get(loaded.ref.lora_id) is not None:
-            self._slots.remove(loaded.ref.lora_id)
+        self._residency.remove(loaded)
         del self._by_id[loaded.ref.lora_id]
         for listener in self._forgotten_listeners:
             listener(loaded.ref.lora_id)
-
-
-def _pool_rows(cfg: LoRAConfig) -> int:
-    """Rows of the pool: as configured, else 16 a slot and at least one adapter of the largest
-    rank.
-    """
-    if cfg.max_loras_per_batch == 0:
-        return 0
-    rows = cfg.pool_rank_rows
-    if rows is None:
-        rows = max(cfg.max_lora_rank + MAX_VECTOR_ROWS, 16 * cfg.max_loras_per_batch)
-    return aligned_rows(rows)
-
-
-def _pool_matrices(cfg: LoRAConfig, device: Device) -> int:
-    """Matrices of saved modules: as configured, else those of one adapter in host memory (which is
-    committed when it is first written) and none elsewhere.
-    """
-    if cfg.max_loras_per_batch == 0:
-        return 0
-    if cfg.saved_modules is not None:
-        return cfg.saved_modules
-    return MAX_SAVED_MODULES if device.host_visible else 0
 
 
 def _adapter_directory(path: str) -> Path:

@@ -50,13 +50,13 @@ _PARAMETERS = ("weight", "bias")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of a file: what its tensor is, the module as the base calls it and as the file does,
-    and the adapter's name where the key has one.
+    """A key of a file: what its tensor is, the module as the base calls it and as the file spells
+    it, and the adapter's name where the key has one.
     """
 
     kind: Kind
     module: str
-    file_module: str
+    path: str
     adapter: str
 
 
@@ -85,7 +85,7 @@ def resolve(key: str, targets: Mapping[str, LoRATarget]) -> Key | None:
 def _known(
     kind: Kind, path: Sequence[str], adapter: str, targets: Mapping[str, LoRATarget], marker: str
 ) -> Key | None:
-    module = _module("" if not path else ".".join(path), targets)
+    module = _module(".".join(path), targets)
     if module is None:
         return None
     is_embedding = module == EMBEDDING
@@ -93,7 +93,7 @@ def _known(
         return None
     if kind in (Kind.weight, Kind.frozen) and module not in (EMBEDDING, HEAD):
         return None
-    return Key(kind, module, ".".join(path).removeprefix(PEFT_PREFIX), adapter)
+    return Key(kind, module, ".".join(path), adapter)
 
 
 def _module(path: str, targets: Mapping[str, LoRATarget]) -> str | None:

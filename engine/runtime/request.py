@@ -23,8 +23,8 @@ class Request:
 
     `adapters` names loads, each once; none is the base model. Among waiting requests, those of
     higher `priority` go first, then older ones. The first of `pages` are those of `prefix`, pages
-    of the prefix cache; `num_cached_tokens` are prompt tokens found there. `leader` is a request for
-    the same prompt, which need be computed only once.
+    of the prefix cache; `num_cached_tokens` are prompt tokens found there. `leader` is a request
+    for the same prompt, which need be computed only once.
     """
 
     request_id: int

@@ -5,7 +5,7 @@ between steps.
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar, cast
@@ -13,9 +13,9 @@ from typing import TypeVar, cast
 from loguru import logger
 
 from engine.lora.ref import LoRARef
-from engine.runtime.request import FinishReason
 from engine.runtime.sampling_params import SamplingParams
-from engine.serving.engine import Engine, Prompt
+from engine.serving.engine import Engine
+from engine.serving.inputs import AdapterChoice, Prompt
 from engine.serving.output import TokenEvent
 
 _Result = TypeVar("_Result")
@@ -42,35 +42,51 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
 
     async def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str | None = None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        adapter: AdapterChoice | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncIterator[TokenEvent]:
-        """Token events as they come. Leaving the loop early aborts the request. Raises
-        RequestError, AdapterError.
+        """Token events of all samples as they come. Leaving the loop early aborts the request.
+        Raises RequestError, AdapterError.
         """
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        params = sampling if sampling is not None else self.engine.sampling_params()
+        if params.structure is not None:
+            # Others' steps go on meanwhile; the request finds it compiled.
+            await asyncio.to_thread(self.engine.grammars.matcher, *params.structure)
+        request_ids: list[int] = []
 
         def listen(event: TokenEvent) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        def add() -> int:
-            request_id = self.engine.add_request(prompt, sampling, adapter)
+        def add() -> None:
+            request_id = self.engine.add_request(prompt, params, adapter, priority=priority)
             self._listeners[request_id] = listen
-            return request_id
+            request_ids.append(request_id)
 
-        request_id = await self._run(add)
+        num_open = params.n
         try:
-            while True:
+            await self._run(add)
+            while num_open:
                 event = await events.get()
                 yield event
-                if event.finish_reason is not None:
-                    return
+                num_open -= event.finish_reason is not None
         finally:
-            self._tasks.put((lambda: self._drop(request_id), Future()))
+            # Runs after `add`, also if that was given up before it began.
+            self._tasks.put((lambda: self._drop(request_ids), Future()))
 
-    async def load_adapter(self, name: str, path: str | Path, *, pinned: bool = False) -> LoRARef:
-        """Load between two steps. Raises AdapterError."""
-        return await self._run(lambda: self.engine.load_adapter(name, path, pinned=pinned))
+    async def load_adapter(
+        self, name: str, path: str | Path, *, pinned: bool = False, replace: bool = False
+    ) -> LoRARef:
+        """Load between two steps; with `replace` in the place of one that has the name. Raises
+        AdapterError.
+        """
+        load = self.engine.load_adapter
+        return await self._run(lambda: load(name, path, pinned=pinned, replace=replace))
 
     async def unload_adapter(self, name: str) -> None:
         """Unload between two steps. Raises AdapterError."""
@@ -84,9 +100,10 @@ class AsyncEngine:
         self._tasks.put((task, future))
         return cast(_Result, await asyncio.wrap_future(future))
 
-    def _drop(self, request_id: int) -> None:
-        self._listeners.pop(request_id, None)
-        self.engine.abort(request_id)
+    def _drop(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            self._listeners.pop(request_id, None)
+            self.engine.abort(request_id)
 
     def _loop(self) -> None:
         while self._run_tasks():
@@ -96,18 +113,12 @@ class AsyncEngine:
                     listener(event)
 
     def _step(self) -> list[TokenEvent]:
-        """One step; a fault of the engine itself ends all streams with an error, not the loop."""
+        """One step; a fault of the engine itself ends all requests with an error, not the loop."""
         try:
             return self.engine.step()
         except Exception as error:
             logger.exception("the engine's step failed")
-            for request_id in self._listeners:
-                self.engine.abort(request_id)
-            failed = FinishReason.error
-            return [
-                TokenEvent(request_id, None, "", finish_reason=failed, error=str(error))
-                for request_id in self._listeners
-            ]
+            return self.engine.fail_all(str(error))
 
     def _run_tasks(self) -> bool:
         """Run what was handed over, waiting for it when there is nothing to compute; False to

@@ -5,6 +5,7 @@ Ties tokenizer, scheduler, runner and sampler together; each of them owns its pa
 `engine.serving.async_engine` runs it on a thread of its own.
 """
 
+import dataclasses
 import itertools
 import random
 import time
@@ -18,20 +19,32 @@ from loguru import logger
 from engine.config import SamplingConfig
 from engine.errors import AdapterError, EngineError, RequestError
 from engine.lora.manager import LoRAManager
-from engine.lora.ref import LoRARef, LoRAUpdateOutput, LoRAUse
+from engine.lora.ref import LoRARef, LoRAUpdateOutput
 from engine.memory.audit import MemoryAudit
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderModel
+from engine.runtime.logits import LogitsState
 from engine.runtime.request import FinishReason, Request, ScheduledRow
 from engine.runtime.runner import ModelRunner
-from engine.runtime.sampler import Sampler, SamplingRow
+from engine.runtime.sampler import Sampler, TokenLogprobs
 from engine.runtime.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
-from engine.serving.output import Completion, OutputStream, TokenEvent
+from engine.serving.group import RequestGroup, Sample, sample_seed
+from engine.serving.inputs import (
+    AdapterChoice,
+    Prompt,
+    adapter_uses,
+    as_prompts,
+    check_params,
+    check_priority,
+    per_prompt,
+    prompt_ids,
+)
+from engine.serving.outcome import Outcome, outcomes
+from engine.serving.output import Completion, TextStream, TokenEvent
 from engine.serving.throughput import Throughput
+from engine.text.grammar import Grammars
 from engine.text.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 class Engine:
@@ -59,28 +72,62 @@ class Engine:
         self.lora_manager = lora_manager
         self.audit = audit
         self.throughput = Throughput()
+        self._end_ids = tokenizer.eos_token_ids | frozenset(model.spec.eos_token_ids)
         self.components: dict[str, object] = {}  # the user's own by name, set by the wiring
-        self._stop_ids = tokenizer.eos_token_ids | frozenset(model.spec.eos_token_ids)
+        self.grammars = Grammars(tokenizer, self._end_ids, model.spec.vocab_size)
         self._ids = itertools.count()
-        self._streams: dict[int, OutputStream] = {}
+        self._groups: dict[int, RequestGroup] = {}
+        self._samples: dict[int, Sample] = {}
         self._seeds = random.SystemRandom()
 
     # ------------------------------------------------------------------ requests
 
     def add_request(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str | None = None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        adapter: AdapterChoice | None = None,
+        *,
+        priority: int = 0,
     ) -> int:
-        """Queue a prompt (text, or token ids) and return its request id. Raises RequestError,
-        AdapterError.
+        """Queue a prompt (text, or token ids) and return its request id, one for all its samples.
+        `adapter` is a name, or names with weights.
+
+        Raises RequestError, AdapterError; then nothing is queued.
         """
         params = sampling if sampling is not None else self.sampling_params()
-        prompt_ids = self._prompt_ids(prompt, params)
-        adapters = () if adapter is None else (LoRAUse(self.lora_manager.resolve(adapter).lora_id),)
+        check_priority(priority)
+        check_params(params, self.tokenizer, self.model)
+        ids = prompt_ids(prompt, params, self.tokenizer, self.model)
+        uses = adapter_uses(adapter, self.lora_manager)
+        bad_words = [own for word in params.bad_words for own in self.tokenizer.spellings(word)]
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        request = Request(next(self._ids), prompt_ids, params, seed, adapters)
-        self.scheduler.submit(request)
-        self._streams[request.request_id] = OutputStream(request, adapter, self.tokenizer)
-        return request.request_id
+        kept = dict(adapter) if isinstance(adapter, Mapping) else adapter
+        group = RequestGroup(next(self._ids), kept)
+        try:
+            for index in range(params.n):
+                own = params if index == 0 else dataclasses.replace(params, prompt_logprobs=None)
+                request = Request(
+                    group.group_id if index == 0 else next(self._ids),
+                    ids,
+                    own,
+                    sample_seed(seed, index),
+                    uses,
+                    priority=priority,
+                    use_prefix_cache=own.prompt_logprobs is None,
+                    leader=group.samples[0].request if group.samples else None,
+                )
+                state = self._logits_state(request, tuple(bad_words))
+                self.scheduler.submit(request)
+                sample = Sample(group, request, state, TextStream(request, self.tokenizer))
+                group.samples.append(sample)
+        except BaseException:
+            for sample in group.samples:
+                self.scheduler.finish(sample.request, FinishReason.abort)
+            raise
+        self._groups[group.group_id] = group
+        self._samples.update((sample.request.request_id, sample) for sample in group.samples)
+        return group.group_id
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:
         """The configured defaults with `overrides`. Raises RequestError on unknown or bad
@@ -89,12 +136,16 @@ class Engine:
         return SamplingParams.from_config(self.cfg, **overrides)
 
     def abort(self, request_id: int) -> None:
-        """End a request early; its pages, slot and place are free at once. Unknown or ended ids are
-        ignored.
+        """End a request early, with all its samples; pages, slot and place are free at once.
+        Unknown or ended ids are ignored.
         """
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            self.scheduler.finish(stream.request, FinishReason.abort)
+        group = self._groups.get(request_id)
+        for sample in group.open_samples if group is not None else ():
+            self._end(sample, FinishReason.abort)
+
+    def fail_all(self, error: str) -> list[TokenEvent]:
+        """End all open requests with an error, for faults of the engine itself."""
+        return [self._fail(sample, error) for sample in list(self._samples.values())]
 
     @property
     def has_work(self) -> bool:
@@ -109,23 +160,15 @@ class Engine:
             return []
         started = time.perf_counter()
         try:
-            token_ids, logprobs = self._forward(rows)
+            outcomes = self._compute(rows)
         except Exception as error:
             logger.exception("step of {} rows failed", len(rows))
-            return [self._fail(row.request, error) for row in rows]
+            return [self._fail(self._samples[row.request.request_id], str(error)) for row in rows]
         num_tokens = sum(row.num_new for row in rows)
         prefill = any(row.num_new > 1 for row in rows)
         self.throughput.add(num_tokens, time.perf_counter() - started, prefill=prefill)
-        events: list[TokenEvent] = []
-        sampled = iter(zip(token_ids, logprobs, strict=True))
-        for row in rows:
-            if not row.samples:
-                self.scheduler.advance(row, None)
-                continue
-            token_id, row_logprobs = next(sampled)
-            self.scheduler.advance(row, token_id)
-            events.append(self._emit(row.request, token_id, row_logprobs))
-        return events
+        events = [self._take(*pair) for pair in zip(rows, outcomes, strict=True)]
+        return [event for event in events if event is not None]
 
     # ------------------------------------------------------------------ offline use
 
@@ -133,15 +176,16 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
     ) -> list[Completion]:
         """Run prompts to their end in mixed batches; one value for all or one per prompt, in order.
+        A prompt's samples follow each other.
 
         Either all prompts are queued or none: a refused one raises before anything runs.
         """
-        many = _as_list(prompts)
-        params = _per_prompt(sampling, len(many), "sampling")
-        adapters = _per_prompt(adapter, len(many), "adapter")
+        many = as_prompts(prompts)
+        params = per_prompt(sampling, len(many), "sampling")
+        adapters = per_prompt(adapter, len(many), "adapter")
         ids: list[int] = []
         try:
             for prompt, one, name in zip(many, params, adapters, strict=True):
@@ -157,34 +201,50 @@ class Engine:
         request_ids: Iterable[int],
         on_step: Callable[[list[TokenEvent]], object] = lambda events: None,
     ) -> list[Completion]:
-        """Step until the given requests have ended; their completions in that order.
+        """Step until the given requests have ended; their completions in that order, all samples of
+        each. Raises RequestError on an id that is not open.
 
         `on_step` sees each step's events, those of other requests included.
         """
         wanted = list(request_ids)
-        streams = {request_id: self._streams[request_id] for request_id in wanted}
+        unknown = [request_id for request_id in wanted if request_id not in self._groups]
+        if unknown:
+            raise RequestError(
+                f"requests {unknown[:3]} are not open; they have ended or never were"
+            )
+        groups = [self._groups[request_id] for request_id in wanted]
         try:
-            while any(stream.request.finish_reason is None for stream in streams.values()):
+            while any(group.open_samples for group in groups):
                 on_step(self.step())
         except BaseException:
             for request_id in wanted:
                 self.abort(request_id)
             raise
-        return [streams[request_id].completion() for request_id in wanted]
+        return [completion for group in groups for completion in group.completions()]
 
     # ------------------------------------------------------------------ adapters
 
-    def load_adapter(self, name: str, path: str | Path, *, pinned: bool = False) -> LoRARef:
-        """Load a PEFT directory under `name`. Raises AdapterError with all reasons."""
+    def load_adapter(
+        self, name: str, path: str | Path, *, pinned: bool = False, replace: bool = False
+    ) -> LoRARef:
+        """Load a PEFT directory under `name`; with `replace` in the place of one that has it.
+        Raises AdapterError with all reasons.
+        """
         ref = LoRARef(name, str(path), pinned)
-        return _loaded(ref, self.lora_manager.load_lora_adapter(ref))
+        return _loaded(ref, self.lora_manager.load_lora_adapter(ref, replace=replace))
 
     def load_adapter_from_tensors(
-        self, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        config: Mapping[str, Any],
+        *,
+        replace: bool = False,
     ) -> LoRARef:
         """Load PEFT tensors and config from memory under `name`. Raises AdapterError."""
         ref = LoRARef(name, "tensors")
-        return _loaded(ref, self.lora_manager.load_lora_adapter_from_tensors(ref, tensors, config))
+        load = self.lora_manager.load_lora_adapter_from_tensors
+        return _loaded(ref, load(ref, tensors, config, replace=replace))
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for `name`; running ones finish. Raises AdapterError if it is not
@@ -199,86 +259,58 @@ class Engine:
 
     # ------------------------------------------------------------------ private work
 
-    def _prompt_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if params.stop and not self.tokenizer.available:
-            raise RequestError("stop: this model has no tokenizer.json; use stop_token_ids")
-        if not ids:
-            raise RequestError("the prompt is empty; at least one token is needed")
+    def _logits_state(
+        self, request: Request, bad_words: tuple[tuple[int, ...], ...]
+    ) -> LogitsState:
+        structure = request.params.structure
+        matcher = None if structure is None else self.grammars.matcher(*structure)
         vocab_size = self.model.spec.vocab_size
-        outside = [token for token in ids if not 0 <= token < vocab_size]
-        if outside:
-            raise RequestError(
-                f"token ids {outside[:3]} are outside the vocabulary of 0 to {vocab_size - 1}"
-            )
-        limit = self.model.max_model_len
-        if len(ids) + params.max_tokens > limit:
-            raise RequestError(
-                f"{len(ids)} prompt tokens + max_tokens {params.max_tokens} exceed the model's "
-                f"{limit} positions by {len(ids) + params.max_tokens - limit}; shorten the prompt "
-                "or lower max_tokens"
-            )
-        return ids
+        return LogitsState(request, self._end_ids, matcher, bad_words, vocab_size)
 
     @torch.inference_mode()
-    def _forward(self, rows: Sequence[ScheduledRow]) -> tuple[list[int], list[Any]]:
-        logits = self.runner.run(rows).logits
-        sampling = [
-            SamplingRow(row.request.params, row.request.seed, row.request.num_tokens)
-            for row in rows
-            if row.samples
-        ]
-        if not sampling:
-            return [], []
-        output = self.sampler.sample(logits, sampling)
-        return output.token_ids.tolist(), list(output.logprobs)
+    def _compute(self, rows: Sequence[ScheduledRow]) -> list[Outcome]:
+        """One forward pass and, for rows that sample, one draw."""
+        samples = [self._samples[row.request.request_id] for row in rows]
+        return outcomes(self.runner.run(rows), rows, samples, self.sampler)
 
-    def _emit(self, request: Request, token_id: int, logprobs: Any) -> TokenEvent:
-        stream = self._streams[request.request_id]
-        reason = None
-        if self._stops(request, token_id):
+    def _take(self, row: ScheduledRow, outcome: Outcome) -> TokenEvent | None:
+        """Book what a step gave a row; an event if there is a new token or the row is faulty."""
+        sample = self._samples[row.request.request_id]
+        if outcome.fault:
+            return self._fail(sample, outcome.fault)
+        sample.group.add_prompt_logprobs(row.request.num_computed, outcome.prompt_logprobs)
+        self.scheduler.advance(row, outcome.token_id)
+        if outcome.token_id is None:
+            return None
+        return self._emit(sample, outcome.token_id, outcome.logprobs)
+
+    def _emit(self, sample: Sample, token_id: int, logprobs: TokenLogprobs | None) -> TokenEvent:
+        request, reason = sample.request, None
+        is_end = self._is_end(request, token_id)
+        if is_end or sample.grammar_ended:
             reason = FinishReason.stop
         elif len(request.output_ids) >= request.params.max_tokens:
             reason = FinishReason.length
-        event = stream.push(token_id, logprobs, reason)
+        event = sample.push(token_id, logprobs, reason, silent=is_end)
         if event.finish_reason is not None:
-            self._end(request, event.finish_reason)
+            self._end(sample, event.finish_reason)
         return event
 
-    def _stops(self, request: Request, token_id: int) -> bool:
+    def _is_end(self, request: Request, token_id: int) -> bool:
         if token_id in request.params.stop_token_ids:
             return True
-        return token_id in self._stop_ids and not request.params.ignore_eos
+        return token_id in self._end_ids and not request.params.ignore_eos
 
-    def _fail(self, request: Request, error: Exception) -> TokenEvent:
-        event = self._streams[request.request_id].fail(str(error))
-        self._end(request, FinishReason.error)
+    def _fail(self, sample: Sample, error: str) -> TokenEvent:
+        event = sample.fail(error)
+        self._end(sample, FinishReason.error)
         return event
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        self.scheduler.finish(request, reason)
-        del self._streams[request.request_id]
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (text or token ids) or several, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    ids = [item for item in prompts if isinstance(item, int)]
-    if len(ids) == len(prompts) and ids:
-        return [ids]
-    if ids:
-        raise RequestError("prompts: token ids and whole prompts are mixed; give one kind")
-    return [item for item in prompts if not isinstance(item, int)]
-
-
-def _per_prompt(value: Any, count: int, what: str) -> list[Any]:
-    if value is None or isinstance(value, str | SamplingParams):
-        return [value] * count
-    values = list(value)
-    if len(values) != count:
-        raise RequestError(f"{what}: {len(values)} values were given for {count} prompts")
-    return values
+    def _end(self, sample: Sample, reason: FinishReason) -> None:
+        self.scheduler.finish(sample.request, reason)
+        del self._samples[sample.request.request_id]
+        if not sample.group.open_samples:
+            del self._groups[sample.group.group_id]
 
 
 def _loaded(ref: LoRARef, output: LoRAUpdateOutput) -> LoRARef:

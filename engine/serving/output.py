@@ -2,6 +2,7 @@
 completions.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.runtime.request import FinishReason, Request
@@ -10,11 +11,15 @@ from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.stop import StopStrings
 from engine.text.tokenizer import Tokenizer
 
+PromptLogprobs = tuple[TokenLogprobs | None, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One sampled token: its id, the text that became certain with it, and how the request ended,
-    if it did.
+    """One sampled token: its id, the text that became certain with it, and how its sample ended,
+    if it did. `index` tells a request's samples apart.
+
+    `prompt_logprobs`, if asked for, come with the first token of sample 0.
     """
 
     request_id: int
@@ -23,72 +28,55 @@ class TokenEvent:
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     error: str = ""
+    index: int = 0
+    prompt_logprobs: PromptLogprobs = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request. `logprobs` has one entry per token when they were asked for."""
+    """A finished sample. `logprobs` has one entry per token and `prompt_logprobs` one per prompt
+    token, of which the first is None, when they were asked for.
+    """
 
     request_id: int
-    adapter: str | None
+    adapter: str | Mapping[str, float] | None
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""
+    index: int = 0
+    prompt_logprobs: PromptLogprobs = ()
 
 
-class OutputStream:
-    """Detokenizes one request and cuts it at stop strings; no text without a tokenizer."""
+class TextStream:
+    """Detokenizes one sample and cuts it at stop strings; no text without a tokenizer."""
 
-    def __init__(self, request: Request, adapter: str | None, tokenizer: Tokenizer) -> None:
-        self.request = request
-        self.adapter = adapter
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        params = request.params
+        self._request = request
         self._detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer.available else None
-        self._stops = StopStrings(request.params.stop)
+        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._text: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._error = ""
 
-    def push(
-        self, token_id: int, logprobs: TokenLogprobs | None, reason: FinishReason | None
-    ) -> TokenEvent:
-        """Take one token; `reason` is set if the request ends with it for reasons other than its
-        text.
+    def push(self, token_id: int, *, silent: bool, last: bool) -> tuple[str, bool]:
+        """Take one token; text that is now certain, and whether a stop string was found in it.
+
+        `silent`: an end token, which has no text. `last`: the sample ends with this token anyway.
         """
-        if logprobs is not None:
-            self._logprobs.append(logprobs)
-        text, stopped = "", False
-        if self._detokenizer is not None and reason is not FinishReason.stop:
-            text, stopped = self._stops.push(self._detokenizer.push(token_id))
-        if stopped:
-            reason = FinishReason.stop
-        elif self._detokenizer is not None and reason is not None:
-            tail, stopped = self._stops.push(self._detokenizer.flush())
+        if self._detokenizer is None:
+            return "", False
+        may_stop = len(self._request.output_ids) >= self._request.params.min_tokens
+        piece = "" if silent else self._detokenizer.push(token_id)
+        text, stopped = self._stops.push(piece, may_stop=may_stop)
+        if last and not stopped:
+            tail, stopped = self._stops.push(self._detokenizer.flush(), may_stop=may_stop)
             text += tail + ("" if stopped else self._stops.flush())
-            reason = FinishReason.stop if stopped else reason
         self._text.append(text)
-        return TokenEvent(self.request.request_id, token_id, text, logprobs, reason)
+        return text, stopped
 
-    def fail(self, error: str) -> TokenEvent:
-        """End with an error."""
-        self._error = error
-        return TokenEvent(
-            self.request.request_id, None, "", finish_reason=FinishReason.error, error=error
-        )
-
-    def completion(self) -> Completion:
-        """All of it; the request must have ended."""
-        request = self.request
-        assert request.finish_reason is not None
-        return Completion(
-            request.request_id,
-            self.adapter,
-            tuple(request.prompt_ids),
-            tuple(request.output_ids),
-            "".join(self._text),
-            request.finish_reason,
-            tuple(self._logprobs),
-            self._error,
-        )
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self._text)

@@ -63,6 +63,11 @@ class Tokenizer:
         return self._required.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def id_bound(self) -> int:
+        """One more than the largest id; ids may leave gaps."""
+        return max(self._required.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids of the configured end token; empty if there is none."""
         found = self._special_id("eos_token")
@@ -73,8 +78,25 @@ class Tokenizer:
         return self._special_id("bos_token")
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids; `add_special_tokens` adds what the tokenizer adds to plain prompts."""
-        return list(self._required.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids; `add_special_tokens` adds what the tokenizer adds to plain prompts. Raises
+        RequestError if the text is no Unicode.
+        """
+        own = self._required
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text has {text[error.start]!r} at character {error.start}, half of a "
+                "surrogate pair, which no tokenizer reads; leave it out"
+            ) from error
+        return list(own.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def spellings(self, text: str) -> tuple[tuple[int, ...], ...]:
+        """Token ids of a text as it stands and after a blank, as words come inside a line; each
+        once, none of them empty.
+        """
+        found = (tuple(self.encode(spelled)) for spelled in (text, " " + text))
+        return tuple(dict.fromkeys(ids for ids in found if ids))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 come as U+FFFD."""
@@ -90,6 +112,10 @@ class Tokenizer:
         if all(char in _BYTE_OF for char in token):
             return bytes(_BYTE_OF[char] for char in token)
         return token.replace("\u2581", " ").encode()
+
+    def to_json(self) -> str:
+        """The tokenizer as a tokenizer.json."""
+        return str(self._required.to_str())
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt of a conversation, up to the assistant's answer. Raises RequestError."""

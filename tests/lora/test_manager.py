@@ -47,7 +47,7 @@ def uses(engine: Engine, *names: str) -> list[LoRAUse]:
 
 def slots_left(engine: Engine) -> int:
     manager = engine.lora_manager
-    return manager.max_loras_per_batch - len(manager._slots.residents)
+    return manager.max_loras_per_batch - len(manager.residents)
 
 
 def test_replacing_is_atomic_and_running_requests_keep_their_weights(
@@ -98,14 +98,14 @@ def test_a_pinned_adapter_is_replaced_by_a_pinned_one_in_few_slots(
     assert "must stay free" in load(engine, "b", 1, pinned=True).error_message
     for seed in (2, 3):
         assert load(engine, "a", seed, pinned=True, replace=True).success
-        (resident,) = engine.lora_manager._slots.residents
+        (resident,) = engine.lora_manager.residents
         assert resident.pinned and resident.lora_id == engine.lora_manager.resolve("a").lora_id
     request_id = start(engine, "a")
     running = engine.lora_manager.resolve("a").lora_id
     output = load(engine, "a", 4, pinned=True, replace=True)
     assert output.success, "the running one is no longer pinned and leaves with its request"
     finish(engine, request_id)
-    assert running not in {r.lora_id for r in engine.lora_manager._slots.residents}
+    assert running not in {r.lora_id for r in engine.lora_manager.residents}
     engine.scheduler.check_integrity()
 
 
@@ -136,10 +136,10 @@ def test_a_thousand_reloads_leave_nothing(bases: Path, make_engine: Any) -> None
         if count % 100 == 0:
             answer(engine, "a")
     assert resident_bytes() - before < 8 << 20
-    assert len(manager._by_id) == len(manager._slots.residents) == 1
-    assert list(manager._slots.ranges.taken.values()) == [32]
+    assert len(manager._by_id) == len(manager.residents) == 1
+    assert list(manager._residency.slots.ranges.taken.values()) == [32]
     engine.unload_adapter("a")
-    assert not manager._by_id and not manager._slots.residents
+    assert not manager._by_id and not manager.residents
     engine.scheduler.check_integrity()
 
 
@@ -164,7 +164,7 @@ def test_several_adapters_of_one_request_become_resident_together_or_not_at_all(
     manager.open(other)
     assert manager.activate(other)
     assert not manager.activate(pair)
-    assert [r.users for r in manager._slots.residents if r.lora_id == pair[0].lora_id] in ([0], [])
+    assert [r.users for r in manager.residents if r.lora_id == pair[0].lora_id] in ([0], [])
     manager.deactivate(other)
     assert manager.activate(pair), "idle adapters between them leave"
     refused = load(engine, "pinned", 9, pinned=True)

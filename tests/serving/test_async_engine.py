@@ -106,9 +106,66 @@ def test_a_fault_of_the_engine_ends_streams_with_an_error_and_the_next_one_runs(
         async with AsyncEngine(engine) as served:
             with monkeypatch.context() as patch:
                 patch.setattr(engine.scheduler, "schedule", broken)
-                events = [event async for event in served.stream(PROMPT, sampling(engine), "a")]
-            assert events[-1].finish_reason is FinishReason.error and events[-1].error == "boom"
+                two = engine.sampling_params(n=2)
+                events = [event async for event in served.stream(PROMPT, two, "a")]
+            assert [event.index for event in events] == [0, 1]
+            for event in events:
+                assert event.finish_reason is FinishReason.error and event.error == "boom"
             assert (await collect(served, PROMPT, sampling(engine), "a"))[2] is FinishReason.length
 
     asyncio.run(run())
     engine.scheduler.check_integrity()
+
+
+def test_a_stream_carries_all_samples_and_ends_after_the_last(engine: Engine) -> None:
+    drawn = engine.sampling_params(temperature=1.0, seed=4, n=3, max_tokens=30, stop_token_ids=[9])
+    weights = {"a": 0.5}
+    expected = engine.generate([PROMPT], drawn, weights)
+
+    async def run() -> None:
+        async with AsyncEngine(engine) as served:
+            texts = {index: "" for index in range(3)}
+            async for event in served.stream(PROMPT, drawn, weights, priority=2):
+                texts[event.index] += event.text
+            assert texts == {own.index: own.text for own in expected}
+            stream = served.stream(PROMPT, drawn, "a")
+            await anext(stream)
+            await stream.aclose()
+            await served.unload_adapter("a")
+
+    asyncio.run(run())
+    assert not engine.has_work and not served_by(engine)
+
+
+def test_structured_answers_stream_and_bad_grammars_reach_the_caller(engine: Engine) -> None:
+    async def run() -> None:
+        async with AsyncEngine(engine) as served:
+            with pytest.raises(RequestError, match=r"regex: .*unclosed group"):
+                await collect(served, PROMPT, engine.sampling_params(regex="("), "a")
+            _, text, reason = await collect(
+                served, PROMPT, engine.sampling_params(regex="[ab]{4}"), "a"
+            )
+            assert set(text) <= set("ab") and len(text) == 4 and reason is FinishReason.stop
+
+    asyncio.run(run())
+
+
+def test_a_caller_that_gives_up_while_queueing_leaves_nothing_behind(engine: Engine) -> None:
+    async def run() -> None:
+        async with AsyncEngine(engine) as served:
+            for pause in (0.0, 0.0, 0.001, 0.003):
+                task = asyncio.create_task(collect(served, PROMPT, sampling(engine, 100), "a"))
+                await asyncio.sleep(pause)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await served.unload_adapter("a")
+            assert not served._listeners
+
+    asyncio.run(run())
+    assert not engine.has_work and not served_by(engine)
+
+
+def served_by(engine: Engine) -> list[str]:
+    """Names of the adapters that requests still hold or may name."""
+    return [loaded.ref.name for loaded in engine.lora_manager._by_id.values()]

@@ -64,3 +64,17 @@ def test_a_broken_tokenizer_is_an_error_of_the_model() -> None:
 def test_any_text_survives(bases: Path, text: str) -> None:
     own = Tokenizer.from_checkpoint(open_checkpoint(ModelConfig(path=str(bases / "llama"))))
     assert own.decode(own.encode(text), skip_special_tokens=False) == text
+
+
+def test_half_a_surrogate_pair_is_refused_and_named(bases: Path) -> None:
+    own = Tokenizer.from_checkpoint(open_checkpoint(ModelConfig(path=str(bases / "llama"))))
+    with pytest.raises(RequestError, match=r"the text has '\\ud83d' at character 3, half of a"):
+        own.encode("hi \ud83d!")
+
+
+def test_spellings_are_with_and_without_a_blank_and_ids_have_a_bound(directory: Path) -> None:
+    own = Tokenizer.from_checkpoint(open_checkpoint(ModelConfig(path=str(directory))))
+    plain, spaced = own.spellings("hello")
+    assert own.decode(plain) == "hello" and own.decode(spaced) == " hello"
+    assert own.decode([own.id_bound - 1], skip_special_tokens=False)
+    assert not own.decode([own.id_bound], skip_special_tokens=False)

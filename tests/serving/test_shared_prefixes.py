@@ -35,7 +35,7 @@ def engines(bases: Path, make_engine: Any) -> list[Engine]:
 
 
 def test_cached_prefixes_give_the_same_tokens(engines: list[Engine]) -> None:
-    prompts = [SHARED[:length] + [300 + length] for length in (57, 20, 57, 41, 8)]
+    prompts = [[*SHARED[:length], 300 + length] for length in (57, 20, 57, 41, 8)]
     adapters = ["a", None, "b", "a", {"a": 0.5}]
     found = []
     for engine in engines:
