@@ -40,7 +40,7 @@ LEVELS = (
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 BARE = {"kernels", "containers", "conf"}
-TEST_ORACLES = {"transformers", "peft"}
+TEST_ORACLES = {"transformers", "peft", "jsonschema"}
 
 
 def modules() -> list[Path]:

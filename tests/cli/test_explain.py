@@ -81,7 +81,8 @@ def test_misspelt_keys(override: str, meant: str) -> None:
 def test_a_key_like_no_other_lists_its_neighbours() -> None:
     line = line_for("memory.xyzzy=1")
     assert line == (
-        "memory.xyzzy: no such key (given 1); allowed in memory: fraction, page_size, max_kv_tokens"
+        "memory.xyzzy: no such key (given 1); allowed in memory: fraction, page_size, "
+        "max_kv_tokens, prefix_cache"
     )
 
 

@@ -31,6 +31,7 @@ TARGETS = {
 }
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 Q = "model.layers.0.self_attn.q_proj"
+KEY = f"base_model.model.{Q}"
 
 
 def tensors_of(*modules: str, rank: int = 4) -> dict[str, torch.Tensor]:
@@ -115,9 +116,9 @@ TENSOR_FAULTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "vision": (
         {f"vision_tower.{k}": t for k, t in tensors_of(Q).items()}, "the base has no such module"
     ),
-    "dora": (tensors_of(Q) | {f"{Q}.lora_magnitude_vector": torch.ones(16)}, "use_dora"),
+    "dora": (tensors_of(Q) | {f"{KEY}.lora_magnitude_vector": torch.ones(16)}, "use_dora"),
     "head": (tensors_of(Q) | {"base_model.model.lm_head.weight": torch.ones(2, 2)}, "lm_head"),
-    "bias": (tensors_of(Q) | {f"{Q}.lora_B.bias": torch.ones(16)}, "lora_bias"),
+    "bias": (tensors_of(Q) | {f"{KEY}.lora_B.bias": torch.ones(16)}, "lora_bias"),
     "two adapters": (
         {f"{Q}.lora_A.x.weight": torch.ones(4, 16), f"{Q}.lora_B.y.weight": torch.ones(16, 4)},
         "keys of several adapters",
@@ -128,7 +129,10 @@ TENSOR_FAULTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
         {k: t.to(torch.float8_e8m0fnu) for k, t in tensors_of(Q).items()}, "dtype torch.float8_e8"
     ),
     "twice": (
-        tensors_of(Q) | {f"{Q}.lora_A.default.weight": torch.ones(4, 16)}, "lora_A is given twice"
+        tensors_of(Q) | {f"{KEY}.lora_A.default.weight": torch.ones(4, 16)}, "lora_A is given twice"
+    ),
+    "two spellings": (
+        tensors_of(Q) | {f"{Q}.lora_A.default.weight": torch.ones(4, 16)}, "is spelt in two ways"
     ),
     "width": (
         tensors_of(Q) | {f"base_model.model.{Q}.lora_B.weight": torch.ones(15, 4)},
