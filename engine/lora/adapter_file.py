@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from engine.errors import AdapterError, first_few
 from engine.lora.adapter import HostAdapter, LoRATarget
 from engine.lora.adapter_build import NUM_SHOWN, build_adapter
+from engine.lora.pickle_file import read_pickle
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -137,16 +138,6 @@ def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
     try:
         with path.open("rb") as file:
             _refuse_pointer(path, file.read(len(LFS_POINTER)))
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except AdapterError:
-        raise
-    except Exception as error:  # torch's unpickler raises anything on broken input
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise AdapterError(
-            f"{path}: is no plain state dict ({reason}); save the adapter as {WEIGHTS}"
-        ) from error
-    if not isinstance(found, dict) or not all(
-        isinstance(key, str) and isinstance(t, torch.Tensor) for key, t in found.items()
-    ):
-        raise AdapterError(f"{path}: is no plain state dict; save the adapter as {WEIGHTS}")
-    return found
+        return read_pickle(path)
+    except OSError as error:
+        raise AdapterError(f"{path}: cannot be read ({error.strerror})") from error

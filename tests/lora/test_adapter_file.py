@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,28 @@ def test_fields_that_change_the_mathematics_are_refused_by_name(field: str, valu
     parsed, reasons = parse_config(CONFIG | {field: value})
     assert parsed is None
     assert any(field in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "missing", "twice", "compressed"])
+def test_records_of_an_archive_are_as_long_as_its_pickle_says(change: str, tmp_path: Path) -> None:
+    """torch would hand out the memory behind a record that is too short."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    path = tmp_path / "adapter_model.bin"
+    torch.save(tensors_of(Q), path)
+    assert read_adapter(tmp_path, TARGETS).num_pairs_applied == 1
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    (name,) = (name for name in records if name.endswith("/data/0"))
+    own = records.pop(name)
+    kind = zipfile.ZIP_DEFLATED if change == "compressed" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        for other, record in records.items():
+            archive.writestr(other, record)
+        copies = {"shorter": [own[:-4]], "longer": [own + own], "missing": [], "twice": [own] * 2}
+        for copy in copies.get(change, [own]):
+            archive.writestr(name, copy)
+    with pytest.raises(AdapterError, match="is no plain state dict"):
+        read_adapter(tmp_path, TARGETS)
 
 
 def test_a_config_with_a_field_twice_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -224,7 +225,7 @@ def pickles(folder: Path, draw: Random) -> None:
     found: Any = _load(folder)
     (folder / WEIGHTS).unlink(missing_ok=True)
     target = folder / PICKLED
-    kind = draw.randrange(7)
+    kind = draw.randrange(8)
     if kind == 0:
         found["x"] = _Bomb()
     elif kind == 1:
@@ -235,6 +236,8 @@ def pickles(folder: Path, draw: Random) -> None:
     elif kind == 3:
         found[draw.choice(sorted(found))] = torch.eye(4).to_sparse()
     torch.save(found, target)
+    if kind == 7:
+        resize_record(target, draw)
     raw = bytearray(target.read_bytes())
     if kind == 4:
         for _ in range(draw.randint(1, 6)):
@@ -242,6 +245,18 @@ def pickles(folder: Path, draw: Random) -> None:
     elif kind == 5:
         raw = raw[: draw.randrange(len(raw))]
     target.write_bytes(raw)
+
+
+def resize_record(path: Path, draw: Random) -> None:
+    """Give one storage of a torch archive another length, in a sound archive."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    name = draw.choice([name for name in records if "/data/" in name])
+    old = records[name]
+    records[name] = draw.choice([b"", old[:4], old[:-4], old + old, old + b"\0" * 4])
+    with zipfile.ZipFile(path, "w") as archive:
+        for own, record in records.items():
+            archive.writestr(own, record)
 
 
 def files(folder: Path, draw: Random) -> None:
