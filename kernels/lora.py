@@ -1,10 +1,10 @@
 """LoRA deltas over the rank pool, in plain torch.
 
 Shapes: T tokens, R rows of the pool, M members of a projection group (q, k, v), I in, O = sum of
-the members' widths. An adapter owns one range of rows. Neighbours of equal rank are computed
-together as a run, in batched products, so that the number of calls does not grow with the number of
-adapters; tokens with weighted or several adapters are computed adapter by adapter. Knows nothing of
-who owns which rows.
+the members' widths. An adapter owns one range of rows. Neighbours of equal rank and about as many
+tokens are computed together as a run, in batched products, so that the number of calls does not
+grow with the number of adapters; tokens with weighted or several adapters are computed adapter by
+adapter. Knows nothing of who owns which rows.
 """
 
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True, slots=True)
 class LoRARun:
-    """Adapters of `rank` rows each, at pool rows `row_start`..`row_stop`; tokens `start`..`stop`.
+    """Adapters of `rank` rows each, at pool rows `row_start`..`row_stop`, `width` tokens for each.
 
-    Each adapter computes `width` tokens. If all have so many, `tokens` and `places` are None.
-    Else `tokens` int64 [adapters * width] are the step's tokens adapter by adapter, padded with any
-    token, and `places` int64 [stop - start] says where in `tokens` each of the run's tokens is.
+    `tokens` int64 [adapters * width] are the step's tokens adapter by adapter, padded with any
+    token. `own` int64 [n] are those that are not padding and `places` says where in `tokens` they
+    are (None: nothing is padded, own is tokens). `span` is set if they are neighbours in order.
     """
 
-    start: int
-    stop: int
     row_start: int
     row_stop: int
     rank: int
     width: int
-    tokens: torch.Tensor | None
+    tokens: torch.Tensor
+    own: torch.Tensor
     places: torch.Tensor | None
+    span: slice | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,22 +171,27 @@ def add_embedding_lora(
 
 
 def _add_run(x: torch.Tensor, y: torch.Tensor, part: BoundRun) -> None:
+    """Each adapter's products have the shape that its own tokens give them, so that their bits do
+    not depend on the other adapters of the run.
+    """
     run = part.run
-    own_x = x[run.start : run.stop] if run.tokens is None else x.index_select(0, run.tokens)
-    own_x = own_x.view(-1, run.width, x.shape[1])
-    h = torch.bmm(part.a, own_x.transpose(1, 2))
-    own_y = y[run.start : run.stop]
-    if len(part.b) == 1 and run.places is None:
-        own_y.view(-1, run.width, y.shape[1]).baddbmm_(h.transpose(1, 2), part.b[0])
-        return
+    own_x = x.index_select(0, run.tokens) if run.span is None else x[run.span]
+    own_x, a = own_x.view(-1, run.width, x.shape[1]), part.a
+    alone = own_x.shape[:2] == (1, 1)
+    if alone:  # a batch of one product of one vector would go another way
+        own_x, a = own_x.expand(2, -1, -1), a.expand(2, -1, -1)
+    h = torch.bmm(a, own_x.transpose(1, 2))
+    if alone:
+        h = h[:1]
     shrunk = h.view(-1, run.rank, len(part.b), run.width).permute(2, 0, 3, 1).unbind()
-    column = 0
-    for member_h, member_b in zip(shrunk, part.b, strict=True):
-        delta = torch.bmm(member_h, member_b).flatten(0, 1)
-        if run.places is not None:
-            delta = delta.index_select(0, run.places)
-        own_y[:, column : column + member_b.shape[2]].add_(delta)
-        column += member_b.shape[2]
+    deltas = [torch.bmm(member_h, b) for member_h, b in zip(shrunk, part.b, strict=True)]
+    delta = (deltas[0] if len(deltas) == 1 else torch.cat(deltas, -1)).flatten(0, 1)
+    if run.places is not None:
+        delta = delta.index_select(0, run.places)
+    if run.span is None:
+        y.index_add_(0, run.own, delta)
+    else:
+        y[run.span].add_(delta)
 
 
 def _add_loose(x: torch.Tensor, y: torch.Tensor, bound: BoundWork, rows: LooseRows) -> None:

@@ -36,7 +36,7 @@ def prompt_logits(engine: Any, prompt: list[int], adapter: Any) -> torch.Tensor:
         request_id = engine.add_request(
             prompt[:length], engine.sampling_params(max_tokens=1, ignore_eos=True), adapter
         )
-        rows = engine.runner.order(engine.scheduler.schedule())
+        rows = engine.scheduler.schedule()
         found.append(engine.runner.run(rows).logits[0].clone())
         engine.abort(request_id)
     return torch.stack(found)

@@ -1,19 +1,20 @@
 """The adapters of one step: which tokens use which rows of the rank pool, as the kernels want it.
 
-Tokens come sorted by their adapter's place in the pool, base tokens first. Neighbours of equal rank
-become one run as long as little is computed for nothing: padding to the longest, idle rows between.
-Weighted and several adapters, and the seldom adapted embedding and head, go adapter by adapter.
+Neighbours in the pool of equal rank and about as many tokens become one run, as long as little is
+computed for nothing: padding to a power of two, idle rows between. Weighted and several adapters,
+and the seldom adapted embedding and head, go adapter by adapter.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.kernels.lora import LooseRows, LoRARun, LoRAWork, SavedRows, VectorRows
 from engine.lora.adapter import EMBEDDING, HEAD, AdapterLayout, Part
 
-# Segments of different lengths share a run if none is longer than this.
+# Up to so many tokens of an adapter are padded to a power of two; others are computed as they are.
 MAX_PADDED_TOKENS = 16
 # Idle ranges between two adapters that are computed for nothing rather than starting another run.
 MAX_IDLE_RANGES = 2
@@ -48,16 +49,19 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens `start`..`stop` belong to the adapter that owns pool rows `row_start`..`row_stop`."""
+    """An adapter that owns pool rows `row_start`..`row_stop`, and all its tokens in the step."""
 
-    start: int
-    stop: int
+    tokens: tuple[int, ...]
     row_start: int
     row_stop: int
 
     @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
+    def width(self) -> int:
+        """Tokens that are computed for it, padding included; its own business alone, so that the
+        bits of its products do not depend on who else is there.
+        """
+        count = len(self.tokens)
+        return count if count > MAX_PADDED_TOKENS else 1 << (count - 1).bit_length()
 
     @property
     def rank(self) -> int:
@@ -69,26 +73,21 @@ def bind_work(
 ) -> LoRAWork | None:
     """The work of one part of the model; None if no portion's adapter changes it.
 
-    `portions` must ascend in tokens; those `in_runs` also in rows, one per adapter, with no base
-    token between. Weights become tensors of `dtype`.
+    `portions` must ascend in tokens. Weights become tensors of `dtype`.
     """
     with_rows = [own for own in portions if part in own.placement.layout.parts]
     module = {Part.embedding: EMBEDDING, Part.head: HEAD}.get(part)
     with_saved = [own for own in portions if module in own.placement.layout.saved]
     if not with_rows and not with_saved:
         return None
-    segments = [
-        Segment(own.start, own.stop, own.placement.row_start, own.placement.row_stop)
-        for own in with_rows
-        if part is Part.layers and own.in_runs
-    ]
+    in_runs = [own for own in with_rows if part is Part.layers and own.in_runs]
     loose = [own for own in with_rows if part is not Part.layers or not own.in_runs]
     gains = [own for own in with_rows if own.placement.layout.gain_row is not None]
     # An embedding has no biases, whatever other parts of the adapter have.
     biased = [] if part is Part.embedding else with_rows
     biases = [own for own in biased if own.placement.layout.bias_row is not None]
     return LoRAWork(
-        bind_runs(segments, device),
+        bind_runs(_segments(in_runs), device),
         tuple(_loose(own, device, dtype) for own in loose),
         _vectors([(own, own.placement.layout.gain_row) for own in gains], device, dtype),
         _vectors([(own, own.placement.layout.bias_row) for own in biases], device, dtype),
@@ -97,45 +96,54 @@ def bind_work(
 
 
 def bind_runs(segments: Sequence[Segment], device: torch.device) -> tuple[LoRARun, ...]:
-    """Runs that together cover every segment's token once."""
+    """Runs that together cover every segment's tokens once."""
     groups: list[list[Segment]] = []
-    for segment in segments:
-        if groups and _joins(groups[-1], segment):
+    for segment in sorted(segments, key=lambda own: own.row_start):
+        if groups and _joins(groups[-1][-1], segment):
             groups[-1].append(segment)
         else:
             groups.append([segment])
     return tuple(_run(group, device) for group in groups)
 
 
-def _joins(group: Sequence[Segment], segment: Segment) -> bool:
-    """Whether `segment` may be computed together with `group`, which lies before it."""
-    last = group[-1]
+def _segments(portions: Sequence[Portion]) -> list[Segment]:
+    """All tokens of each adapter."""
+    tokens: dict[Placement, list[int]] = {}
+    for own in portions:
+        tokens.setdefault(own.placement, []).extend(range(own.start, own.stop))
+    return [Segment(tuple(ids), at.row_start, at.row_stop) for at, ids in tokens.items()]
+
+
+def _joins(last: Segment, segment: Segment) -> bool:
+    """Whether `segment` may be computed together with `last`, which lies before it."""
     gap = segment.row_start - last.row_stop
-    if segment.start != last.stop:
+    if (segment.rank, segment.width) != (last.rank, last.width):
         return False
-    if segment.rank != last.rank or gap % last.rank or gap > MAX_IDLE_RANGES * last.rank:
-        return False
-    if segment.num_tokens == last.num_tokens and gap == 0:
-        return True
-    return max(segment.num_tokens, *(s.num_tokens for s in group)) <= MAX_PADDED_TOKENS
+    return gap % last.rank == 0 and gap <= MAX_IDLE_RANGES * last.rank
 
 
 def _run(group: Sequence[Segment], device: torch.device) -> LoRARun:
     first, last = group[0], group[-1]
-    width = max(segment.num_tokens for segment in group)
     count = (last.row_stop - first.row_start) // first.rank
-    tokens: torch.Tensor | None = None
-    places: torch.Tensor | None = None
-    if count * width != last.stop - first.start:
-        tokens = torch.zeros((count, width), dtype=torch.int64)
-        found = []
-        for segment in group:
-            index = (segment.row_start - first.row_start) // first.rank
-            tokens[index, : segment.num_tokens] = torch.arange(segment.start, segment.stop)
-            found.append(torch.arange(segment.num_tokens) + index * width)
-        tokens, places = tokens.view(-1).to(device), torch.cat(found).to(device)
-    rows = first.row_start, last.row_stop
-    return LoRARun(first.start, last.stop, *rows, first.rank, width, tokens, places)
+    tokens = np.zeros((count, first.width), dtype=np.int64)
+    is_own = np.zeros((count, first.width), dtype=bool)
+    for segment in group:
+        index = (segment.row_start - first.row_start) // first.rank
+        tokens[index, : len(segment.tokens)] = segment.tokens
+        is_own[index, : len(segment.tokens)] = True
+    own, places = tokens[is_own], np.flatnonzero(is_own)
+    start, is_full = int(own[0]), len(own) == is_own.size
+    in_order = is_full and np.array_equal(own, np.arange(start, start + len(own)))
+    return LoRARun(
+        first.row_start,
+        last.row_stop,
+        first.rank,
+        first.width,
+        torch.from_numpy(tokens.ravel()).to(device),
+        torch.from_numpy(own).to(device),
+        None if is_full else torch.from_numpy(places).to(device),
+        slice(start, start + len(own)) if in_order else None,
+    )
 
 
 def _loose(own: Portion, device: torch.device, dtype: torch.dtype) -> LooseRows:

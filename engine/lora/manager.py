@@ -144,19 +144,9 @@ class LoRAManager:
 
     # ------------------------------------------------------------------ a step
 
-    def order(self, uses: Sequence[LoRAUse]) -> int:
-        """Sort key of a step's rows: base rows first, then by place in the pool, rows with weights
-        or several adapters last.
-        """
-        if not uses:
-            return -1
-        place = self._residency.placement(self._by_id[uses[0].lora_id]).row_start
-        alone = len(uses) == 1 and uses[0].weight == 1.0
-        return place if alone else place + self._residency.pool.num_rows
-
     def bind(self, part: Part, rows: Sequence[tuple[Sequence[LoRAUse], int]]) -> LoRAWork | None:
-        """Bind a step's rows, (adapters, tokens) each, sorted by `order`, for one part of the
-        model; None if no adapter changes it.
+        """Bind a step's rows, (adapters, tokens) each, for one part of the model; None if no
+        adapter changes it.
         """
         if not any(uses for uses, _ in rows):
             return None

@@ -48,13 +48,9 @@ class ModelRunner:
         self.lora_manager = lora_manager
         self.device = device.torch_device
 
-    def order(self, rows: Sequence[ScheduledRow]) -> list[ScheduledRow]:
-        """The rows as adapters lie in the pool, base rows first."""
-        return sorted(rows, key=lambda row: self.lora_manager.order(row.request.adapters))
-
     @torch.inference_mode()
     def run(self, rows: Sequence[ScheduledRow]) -> RunOutput:
-        """Compute the rows, which must be `order`ed."""
+        """Compute the rows."""
         hidden = self.model.forward(self._step(rows), self.attention)
         finite = hidden.sum(-1).isfinite().tolist()
         stops = list(itertools.accumulate(row.num_new for row in rows))

@@ -155,7 +155,7 @@ class Engine:
         """Compute one step. A failing step ends its own requests with reason "error"; the engine
         goes on.
         """
-        rows = self.runner.order(self.scheduler.schedule())
+        rows = self.scheduler.schedule()
         if not rows:
             return []
         started = time.perf_counter()

@@ -9,32 +9,45 @@ CPU = torch.device("cpu")
 LONG = MAX_PADDED_TOKENS + 1
 
 
-def shape(runs: tuple[LoRARun, ...]) -> list[tuple[int, int, int, int, int]]:
-    return [(r.start, r.stop, r.row_start, r.row_stop, r.width) for r in runs]
+def segment(start: int, stop: int, row_start: int, row_stop: int) -> Segment:
+    return Segment(tuple(range(start, stop)), row_start, row_stop)
 
 
-def test_equal_neighbours_are_one_run_without_padding_however_long() -> None:
-    for count in (1, 3, LONG):
-        segments = [Segment(2 + i * count, 2 + (i + 1) * count, 8 * i, 8 * i + 8) for i in range(3)]
-        runs = bind_runs(segments, CPU)
-        assert shape(runs) == [(2, 2 + 3 * count, 0, 24, count)]
-        assert runs[0].tokens is None and runs[0].places is None
+def shape(runs: tuple[LoRARun, ...]) -> list[tuple[int, int, int, int]]:
+    return [(r.row_start, r.row_stop, r.width, len(r.own)) for r in runs]
 
 
-def test_ranks_long_prompts_and_wide_gaps_start_another_run() -> None:
-    ranks = [Segment(0, 1, 0, 8), Segment(1, 2, 8, 24)]
-    lengths = [Segment(0, 1, 0, 8), Segment(1, 1 + LONG, 8, 16)]
+def test_equal_neighbours_are_one_run_without_copies_however_long() -> None:
+    for count in (1, 2, LONG):
+        segments = [segment(2 + i * count, 2 + (i + 1) * count, 8 * i, 8 * i + 8) for i in range(3)]
+        runs = bind_runs(segments[::-1], CPU)
+        assert shape(runs) == [(0, 24, count, 3 * count)]
+        assert runs[0].span == slice(2, 2 + 3 * count) and runs[0].places is None
+
+
+def test_ranks_lengths_and_wide_gaps_start_another_run() -> None:
+    ranks = [segment(0, 1, 0, 8), segment(1, 2, 8, 24)]
+    lengths = [segment(0, 1, 0, 8), segment(1, 1 + LONG, 8, 16)]
+    powers = [segment(0, 2, 0, 8), segment(2, 5, 8, 16)]
     gap = 8 + (MAX_IDLE_RANGES + 1) * 8
-    gaps = [Segment(0, 1, 0, 8), Segment(1, 2, gap, gap + 8)]
-    odd_gap = [Segment(0, 1, 0, 16), Segment(1, 2, 24, 40)]
-    for segments in (ranks, lengths, gaps, odd_gap):
+    gaps = [segment(0, 1, 0, 8), segment(1, 2, gap, gap + 8)]
+    odd_gap = [segment(0, 1, 0, 16), segment(1, 2, 24, 40)]
+    for segments in (ranks, lengths, powers, gaps, odd_gap):
         assert len(bind_runs(segments, CPU)) == 2
 
 
-def test_short_segments_are_padded_and_every_token_has_its_place() -> None:
-    segments = [Segment(1, 2, 0, 8), Segment(2, 5, 8, 16), Segment(5, 7, 24, 32)]
+def test_an_adapters_width_is_its_own_business() -> None:
+    """Whoever else is in the step, its products have one shape: their bits stay the same."""
+    own = Segment((4, 9, 11), 8, 16)
+    for others in ([], [segment(0, 4, 0, 8)], [segment(0, 1, 0, 8), segment(12, 14, 16, 24)]):
+        widths = [run.width for run in bind_runs([own, *others], CPU) if 11 in run.own.tolist()]
+        assert widths == [4]
+
+
+def test_scattered_tokens_are_padded_and_every_one_has_its_place() -> None:
+    segments = [Segment((7, 1, 4), 8, 16), Segment((0, 2, 3, 9), 24, 32), Segment((5, 6, 8), 0, 8)]
     (run,) = bind_runs(segments, CPU)
-    assert (run.start, run.stop, run.row_start, run.row_stop, run.width) == (1, 7, 0, 32, 3)
-    assert run.tokens is not None and run.places is not None
-    assert run.tokens[run.places].tolist() == [1, 2, 3, 4, 5, 6]
-    assert (run.places // 3).tolist() == [0, 1, 1, 1, 3, 3]
+    assert (run.row_start, run.row_stop, run.width, run.span) == (0, 32, 4, None)
+    assert run.places is not None
+    assert run.own.tolist() == run.tokens[run.places].tolist() == [5, 6, 8, 7, 1, 4, 0, 2, 3, 9]
+    assert (run.places // 4).tolist() == [0, 0, 0, 1, 1, 1, 3, 3, 3, 3]

@@ -94,3 +94,19 @@ def test_chunked_prefill_and_decode_of_a_mixed_batch(window: int | None, chunk: 
         torch.testing.assert_close(
             torch.cat(results[i]), naive(qs[i], ks[i], vs[i], 0, window), atol=1e-5, rtol=1e-5
         )
+
+
+def test_padding_reads_the_null_page_only() -> None:
+    """Two rows of 2 and 3 pages are one group; every page that they do not own holds NaN."""
+    pool = Pool()
+    (cache,) = pool.layers
+    cache.fill_(torch.nan)
+    owned = [[7, 1], [5, 9, 2]]
+    cache[:, [*owned[0], *owned[1], pool.null_page]] = 0.0
+    backend = PagedAttention(KernelsConfig(), pool, Model(None), Cpu())  # type: ignore[arg-type]
+    rows = [RowContext(pages, len(pages) * PAGE - 2, 1) for pages in owned]
+    paged = backend.prepare(rows)
+    assert len(paged.decode) == 1
+    q, k, v = (torch.randn(2, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    assert backend.attend(0, q, k, v, FakeStep(paged)).isfinite().all()  # type: ignore[arg-type]
+    assert (cache[:, pool.null_page] == 0).all()

@@ -32,7 +32,7 @@ def logits_of_all(engine: Engine, adapters: list[Any]) -> list[dict[int, torch.T
         places[engine.add_request(prompt, sampling, adapter)] = place
     found = []
     for step in range(NUM_STEPS):
-        rows = engine.runner.order(engine.scheduler.schedule())
+        rows = engine.scheduler.schedule()
         output = engine.runner.run(rows)
         sampling_rows = [row for row in rows if row.samples]
         found.append(
