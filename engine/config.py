@@ -188,7 +188,7 @@ class KernelsConfig:
 class SchedulerConfig:
     """Continuous batching. `max_step_tokens` bounds the tokens of one forward, prompts are cut to
     fit it. Whoever is first in line and waits for a slot is passed over at most `max_skips` times
-    and for `drain_after_s` seconds.
+    and for `drain_after_s` seconds; for so long may others go ahead of the oldest, too.
     """
 
     _target_: str = "engine.scheduling.scheduler.Scheduler"

@@ -4,7 +4,7 @@ A tree of pages for each namespace, which is a request's adapters (loads and wei
 base model): a page hangs under the page of the tokens before it and is found by its own tokens. So
 equality is of tokens, never of hashes alone, and nothing that a user can send reaches another
 namespace. A page is free, a request's own, or cached with a count of the running requests that read
-it; cached pages that nobody reads give way, longest unused first.
+it; cached pages that nobody reads give way, longest unread first.
 """
 
 from collections import OrderedDict
@@ -33,9 +33,11 @@ class PrefixCacheStats:
 
 
 class CachedPage:
-    """A node of the tree; a root has no page. `num_readers` running requests hold it."""
+    """A node of the tree; a root has no page. `num_readers` running requests hold it. `dirty`: it
+    may hold any numbers, and is zeroed before anybody else owns it.
+    """
 
-    __slots__ = ("children", "namespace", "num_readers", "page", "parent", "tokens")
+    __slots__ = ("children", "dirty", "namespace", "num_readers", "page", "parent", "tokens")
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class CachedPage:
         self.parent = parent
         self.children: dict[tuple[int, ...], CachedPage] = {}
         self.num_readers = 0
+        self.dirty = bool(namespace)
 
 
 class PrefixCache:
@@ -60,16 +63,16 @@ class PrefixCache:
         self._pages = pages
         self._page_size = pages.page_size
         self._roots: dict[Namespace, CachedPage] = {}
-        # Leaves that nobody reads, longest unused first.
-        self._idle: OrderedDict[CachedPage, None] = OrderedDict()
+        # Pages that nobody reads, longest unread first. Who reads a page reads all before it, and
+        # lets them go last to first, so that a page stands after all that hang under it.
+        self._unread: OrderedDict[CachedPage, None] = OrderedDict()
         self._num_cached = 0
-        self._num_unread = 0
         self._num_queried = self._num_hit = self._num_evicted = 0
 
     @property
     def num_available(self) -> int:
         """Pages that can be had: free ones and cached ones that nobody reads."""
-        return self._pages.num_free + self._num_unread
+        return self._pages.num_free + len(self._unread)
 
     def stats(self) -> PrefixCacheStats:
         return PrefixCacheStats(
@@ -118,9 +121,7 @@ class PrefixCache:
         else:
             node = CachedPage(namespace, page, tokens, parent)
             parent.children[tokens] = node
-            self._idle.pop(parent, None)
             self._num_cached += 1
-            self._num_unread += 1
         self._hold(node)
         return node
 
@@ -129,16 +130,25 @@ class PrefixCache:
         for node in reversed(held):
             node.num_readers -= 1
             assert node.num_readers >= 0, "a cached page is released more often than held"
-            if node.num_readers:
-                continue
-            self._num_unread += 1
-            if not node.children:
-                self._idle[node] = None
+            if not node.num_readers:
+                self._unread[node] = None
+
+    def discard(self, held: list[CachedPage]) -> None:
+        """Release a prefix that is not to be trusted: its pages are dirty, and forgotten as far as
+        nobody else reads them or hangs under them.
+        """
+        self.release(held)
+        for node in held:
+            node.dirty = True
+        for node in reversed(held):
+            if node.num_readers or node.children:
+                break
+            self._forget(node)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages, giving up cached ones as needed. Raises CapacityError."""
         missing = count - self._pages.num_free
-        if missing > self._num_unread:
+        if missing > len(self._unread):
             return self._pages.allocate(count)
         for _ in range(max(0, missing)):
             self._evict()
@@ -149,13 +159,12 @@ class PrefixCache:
         for namespace in [own for own in self._roots if any(u.lora_id == lora_id for u in own)]:
             for node in _nodes(self._roots.pop(namespace)):
                 assert not node.num_readers, "a load is forgotten while its pages are read"
-                self._idle.pop(node, None)
-                self._num_unread -= 1
+                del self._unread[node]
                 self._free(node)
 
     def clear(self) -> None:
         """Forget all that nobody reads."""
-        while self._idle:
+        while self._unread:
             self._evict()
 
     def check_integrity(self, held: list[list[CachedPage]]) -> None:
@@ -168,38 +177,36 @@ class PrefixCache:
         assert all(node.num_readers == readers.pop(node, 0) for node in nodes)
         assert not readers, "a page is read that is not in the tree"
         assert len({node.page for node in nodes}) == len(nodes) == self._num_cached
-        unread = [node for node in nodes if not node.num_readers]
-        assert len(unread) == self._num_unread
-        assert set(self._idle) == {node for node in unread if not node.children}
+        assert set(self._unread) == {node for node in nodes if not node.num_readers}
+        place = {node: index for index, node in enumerate(self._unread)}
+        below = [(own, node) for node in self._unread for own in node.children.values()]
+        assert all(place[own] < place[node] for own, node in below), "parents go last"
 
     # ------------------------------------------------------------------ private work
 
     def _hold(self, node: CachedPage) -> None:
         if not node.num_readers:
-            self._num_unread -= 1
-            self._idle.pop(node, None)
+            self._unread.pop(node, None)
         node.num_readers += 1
 
     def _evict(self) -> None:
-        """Give up the leaf that is unused for longest; its parent may be the next one to go."""
-        node, _ = self._idle.popitem(last=False)
+        """Give up the page that is unread for longest."""
+        self._forget(next(iter(self._unread)))
+        self._num_evicted += 1
+
+    def _forget(self, node: CachedPage) -> None:
+        """Take a page that nobody reads and that has none under it out of the tree."""
         parent = node.parent
         assert parent is not None and not node.children and not node.num_readers
+        del self._unread[node]
         del parent.children[node.tokens]
-        self._num_unread -= 1
-        self._num_evicted += 1
-        self._free(node)
-        if parent.children:
-            return
-        if parent.parent is None:
+        if parent.parent is None and not parent.children:
             del self._roots[node.namespace]
-        elif not parent.num_readers:
-            self._idle[parent] = None
-            self._idle.move_to_end(parent, last=False)
+        self._free(node)
 
     def _free(self, node: CachedPage) -> None:
         self._num_cached -= 1
-        self._pages.free([node.page], dirty=bool(node.namespace))
+        self._pages.free([node.page], dirty=node.dirty)
 
 
 def _nodes(root: CachedPage) -> list[CachedPage]:

@@ -21,10 +21,11 @@ class FinishReason(Enum):
 class Request:
     """A prompt on its way. `num_computed` tokens have keys and values in `pages`.
 
-    `adapters` names loads, each once; none is the base model. Among waiting requests, those of
-    higher `priority` go first, then older ones. The first of `pages` are those of `prefix`, pages
-    of the prefix cache; `num_cached_tokens` are prompt tokens found there. `leader` is a request
-    for the same prompt, which need be computed only once.
+    `adapters` names loads, each once; none is the base model. Requests of higher `priority` go
+    first, then older ones; but an `overdue` one, which others passed since `passed_since` (seconds
+    of the waiting line's clock), goes before all. The first of `pages` are those of `prefix`,
+    pages of the prefix cache; `num_cached_tokens` are prompt tokens found there. `leader` is a
+    request for the same prompt, which need be computed only once.
     """
 
     request_id: int
@@ -42,12 +43,14 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_skips: int = 0
+    passed_since: float | None = None
+    overdue: bool = False
     finish_reason: FinishReason | None = None
 
     @property
-    def importance(self) -> tuple[int, int]:
+    def importance(self) -> tuple[bool, int, int]:
         """Sort key: the most important request first."""
-        return -self.priority, self.request_id
+        return not self.overdue, 0 if self.overdue else -self.priority, self.request_id
 
     @property
     def num_tokens(self) -> int:

@@ -2,9 +2,11 @@
 its adapter lets others pass.
 
 Passing is bounded: once the first in line has been passed over `max_skips` times, or for
-`drain_after_s` seconds, nobody behind it is admitted until it is. Priorities are strict: a flood of
-more important requests can hold back the others for as long as it lasts. Knows nothing of pages or
-slots; the scheduler's gate does.
+`drain_after_s` seconds, nobody behind it is admitted until it is. A flood of more important
+requests holds back the others; but once the oldest in line has seen others go ahead of it for
+`drain_after_s` seconds, it counts as the most important of all until it ends. So every request is
+served at last, unless `drain_after_s` is None. Knows nothing of pages or slots; the scheduler's
+gate does.
 """
 
 import bisect
@@ -39,8 +41,8 @@ class WaitingQueue:
         self.drain_after_s = drain_after_s
         self._clock = clock
         self._requests: list[Request] = []
-        # Who was first in line and passed over, and since when.
-        self._passed_over: tuple[Request, float] | None = None
+        # The oldest in line when somebody last went ahead of it.
+        self._overtaken: Request | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -63,6 +65,7 @@ class WaitingQueue:
 
     def admit(self, gate: Callable[[Request], Verdict]) -> list[Request]:
         """Take out, first in line first, all whom `gate` lets in."""
+        self._move_up_overtaken()
         admitted: list[Request] = []
         first: Request | None = None
         for request in self._requests:
@@ -80,13 +83,33 @@ class WaitingQueue:
         if admitted:
             gone = set(map(id, admitted))
             self._requests = [own for own in self._requests if id(own) not in gone]
+            self._note_overtaken(max(own.request_id for own in admitted))
         return admitted
 
+    def _note_overtaken(self, last_admitted: int) -> None:
+        oldest = min(self._requests, key=lambda own: own.request_id, default=None)
+        if oldest is not None and oldest.request_id < last_admitted:
+            self._note_passed(oldest)
+            self._overtaken = oldest
+
+    def _move_up_overtaken(self) -> None:
+        oldest = self._overtaken
+        if oldest is not None and self._is_due(oldest):
+            self._overtaken = None
+            if self.remove(oldest):
+                oldest.overdue = True
+                self.add(oldest)
+
     def _must_drain(self, first: Request) -> bool:
-        now = self._clock()
-        if self._passed_over is None or self._passed_over[0] is not first:
-            self._passed_over = (first, now)
-        waited = now - self._passed_over[1]
-        return first.num_skips >= self.max_skips or (
-            self.drain_after_s is not None and waited >= self.drain_after_s
-        )
+        self._note_passed(first)
+        return first.num_skips >= self.max_skips or self._is_due(first)
+
+    def _note_passed(self, request: Request) -> None:
+        if request.passed_since is None:
+            request.passed_since = self._clock()
+
+    def _is_due(self, request: Request) -> bool:
+        since = request.passed_since
+        if since is None or self.drain_after_s is None:
+            return False
+        return self._clock() - since >= self.drain_after_s

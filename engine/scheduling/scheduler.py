@@ -181,8 +181,9 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         own = request.pages[len(request.prefix) :]
-        self.prefix_cache.release(request.prefix)
         failed = request.finish_reason is FinishReason.error
+        give_up = self.prefix_cache.discard if failed else self.prefix_cache.release
+        give_up(request.prefix)
         self.pages.free(own, dirty=bool(request.adapters) or failed)
         request.pages, request.prefix = [], []
 
@@ -210,6 +211,6 @@ class Scheduler:
         return num_new
 
 
-def _by_need(request: Request) -> tuple[bool, tuple[int, int]]:
+def _by_need(request: Request) -> tuple[bool, tuple[bool, int, int]]:
     """Decoding requests first, then prompts; the more important ones first."""
     return request.num_pending > 1, request.importance

@@ -131,3 +131,37 @@ def test_the_longest_unused_leaf_goes_first_and_its_parent_next() -> None:
     assert len(cache.acquire((), [2, 0, 2, 1, 2, 2, 9])) == 1
     assert len(cache.acquire((), [1, 0, 1, 1, 1, 2, 9])) == 0 + 3
     assert cache.stats().num_evicted_pages == 2
+
+
+def test_a_page_read_alone_outlives_older_ones_though_another_hung_under_it() -> None:
+    pages = PageAllocator(Pool())  # type: ignore[arg-type]
+    cache = PrefixCache(MemoryConfig(), pages)
+    for tokens in ([(1, 1), (1, 2)], [(2, 1)]):
+        prefix: list[CachedPage] = []
+        for own in tokens:
+            before = prefix[-1] if prefix else None
+            prefix.append(cache.add((), before, own, cache.allocate(1)[0]))
+        cache.release(prefix)
+    cache.release(cache.acquire((), [1, 1, 9]))
+    cache.allocate(NUM_PAGES - 1)
+    assert len(cache.acquire((), [1, 1, 9])) == 1
+    assert cache.stats().num_evicted_pages == 2
+
+
+def test_a_discarded_prefix_is_forgotten_as_far_as_nobody_else_needs_it() -> None:
+    pages = PageAllocator(Pool())  # type: ignore[arg-type]
+    cache = PrefixCache(MemoryConfig(), pages)
+    held: list[list[CachedPage]] = []
+    for last in (3, 4):
+        prefix = cache.acquire((), [1, 1, 2, 2, 9])
+        for own in [(1, 1), (2, 2), (last, last)][len(prefix) :]:
+            before = prefix[-1] if prefix else None
+            prefix.append(cache.add((), before, own, cache.allocate(1)[0]))
+        held.append(prefix)
+    suspect, other = held
+    cache.release(other)
+    cache.discard(suspect)
+    cache.check_integrity([])
+    assert len(cache.acquire((), [1, 1, 2, 2, 3, 3, 9])) == 2, "the other's page hangs under these"
+    assert cache.stats().num_cached_pages == 3
+    assert all(cached.dirty for cached in suspect) and not other[-1].dirty

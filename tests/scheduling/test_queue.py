@@ -1,5 +1,7 @@
 """The waiting line: order, passing, and the bound on passing."""
 
+from collections.abc import Callable
+
 from engine.lora.ref import LoRAUse
 from engine.runtime.request import Request
 from engine.runtime.sampling_params import SamplingParams
@@ -18,6 +20,11 @@ def only_base(own: Request) -> Verdict:
 
 def anybody(own: Request) -> Verdict:
     return Verdict.admitted
+
+
+def only_one() -> Callable[[Request], Verdict]:
+    verdicts = iter([Verdict.admitted, Verdict.closed])
+    return lambda _: next(verdicts)
 
 
 def ids(requests: list[Request]) -> list[int]:
@@ -70,6 +77,42 @@ def test_nobody_passes_once_the_first_has_waited_long_enough() -> None:
     line.add(request(5, "another"))
     line.add(request(6))
     assert ids(line.admit(only_base)) == [6], "its own time begins when it is first in line"
+
+
+def test_the_oldest_goes_before_more_important_ones_once_it_has_waited_long_enough() -> None:
+    now = [0.0]
+    line = WaitingQueue(max_skips=3, drain_after_s=5.0, clock=lambda: now[0])
+    old = [request(0), request(1)]
+    for own in old:
+        line.add(own)
+    got = []
+    for i in range(2, 16):
+        line.add(request(i, priority=1))
+        got += ids(line.admit(only_one()))
+        now[0] += 1.0
+    assert got[:6] == [2, 3, 4, 5, 6, 0], "five seconds, then the oldest"
+    assert got[6:12] == [7, 8, 9, 10, 11, 1], "and no more than one in five seconds"
+    assert old[0].overdue and old[0].importance < request(99, priority=9).importance
+
+
+def test_nobody_passes_an_overdue_request_that_must_wait_for_its_adapter() -> None:
+    now = [0.0]
+    line = WaitingQueue(max_skips=1000, drain_after_s=5.0, clock=lambda: now[0])
+    line.add(request(0, "blocked"))
+    for i, seconds in ((1, 5.0), (2, 0.0)):
+        line.add(request(i, priority=1))
+        assert ids(line.admit(only_base)) == ([i] if i == 1 else [])
+        now[0] += seconds
+    assert ids(list(line)) == [0, 2]
+    assert ids(line.admit(anybody)) == [0, 2]
+
+
+def test_without_a_time_limit_priorities_are_strict() -> None:
+    line = WaitingQueue(max_skips=3, drain_after_s=None, clock=lambda: 1e9)
+    line.add(request(0))
+    for i in range(1, 9):
+        line.add(request(i, priority=1))
+        assert ids(line.admit(only_one())) == [i]
 
 
 def test_bound_zero_is_strict_order() -> None:

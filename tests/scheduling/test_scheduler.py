@@ -1,139 +1,24 @@
-"""The scheduler under random arrivals, aborts, loads and unloads: all is conserved, nobody starves.
-
-Adapters are real slots and ranges without tensors; the model is a counter that appends tokens.
+"""The scheduler under random arrivals, aborts, faults, loads and unloads: all is conserved, nobody
+starves, and nobody owns a page with another's numbers.
 """
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from scheduler_support import Adapters, Load, make, request, run_step, uses_of
 
-from engine.config import EvictionPolicy, MemoryConfig, SchedulerConfig
 from engine.errors import RequestError
-from engine.lora.ref import LoRAUse
-from engine.lora.slots import Slots
-from engine.memory.pages import PageAllocator
-from engine.memory.prefix_cache import PrefixCache
 from engine.runtime.request import FinishReason, Request
-from engine.runtime.sampling_params import SamplingParams
-from engine.scheduling.scheduler import Scheduler
-
-
-@dataclass
-class Load:
-    rank: int
-    num_open: int = 0
-    retired: bool = False
-
-
-class Adapters:
-    """Use counts and residency as the LoRA manager keeps them, without weights."""
-
-    def __init__(self, num_slots: int, rows: int) -> None:
-        self.slots = Slots(num_slots, rows, 16, EvictionPolicy.lru)
-        self.loads: dict[str, Load] = {}
-
-    def open(self, uses: Sequence[LoRAUse]) -> None:
-        assert not any(self.loads[use.lora_id].retired for use in uses)
-        for use in uses:
-            self.loads[use.lora_id].num_open += 1
-
-    def close(self, uses: Sequence[LoRAUse]) -> None:
-        for use in uses:
-            self.loads[use.lora_id].num_open -= 1
-            assert self.loads[use.lora_id].num_open >= 0
-            self.forget_if_unused(use.lora_id)
-
-    def retire(self, lora_id: str) -> None:
-        self.loads[lora_id].retired = True
-        self.forget_if_unused(lora_id)
-
-    def forget_if_unused(self, lora_id: str) -> None:
-        load = self.loads[lora_id]
-        if load.retired and load.num_open == 0:
-            if self.slots.get(lora_id) is not None:
-                self.slots.remove(lora_id)
-            del self.loads[lora_id]
-            self.listener(lora_id)
-
-    def on_forgotten(self, listener: Callable[[str], None]) -> None:
-        self.listener = listener
-
-    def activate(self, uses: Sequence[LoRAUse]) -> bool:
-        for index, use in enumerate(uses):
-            rank = self.loads[use.lora_id].rank
-            if self.slots.get(use.lora_id) is None and not self.slots.place(
-                use.lora_id, rank, pinned=False, evict=True
-            ):
-                self.deactivate(uses[:index])
-                return False
-            self.slots.use(use.lora_id)
-        return True
-
-    def deactivate(self, uses: Sequence[LoRAUse]) -> None:
-        for use in uses:
-            self.slots.release(use.lora_id)
-
-    def check_integrity(self) -> None:
-        assert len(self.slots.residents) <= self.slots.num_slots
-
-
-class Pool:
-    page_size = 4
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self.zeroed: list[int] = []
-
-    def zero(self, pages: list[int]) -> None:
-        self.zeroed += pages
-
-
-def make(
-    num_pages: int = 16, num_slots: int = 2, *, prefix_cache: bool = True, **cfg: int
-) -> Scheduler:
-    values = {"max_running_requests": 4, "max_step_tokens": 8, "max_skips": 3} | cfg
-    adapters = Adapters(num_slots, 8 * num_slots + 8)
-    pages = PageAllocator(Pool(num_pages))  # type: ignore[arg-type]
-    cache = PrefixCache(MemoryConfig(prefix_cache=prefix_cache), pages)
-    return Scheduler(SchedulerConfig(**values), pages, cache, adapters)  # type: ignore[arg-type]
-
-
-def request(
-    request_id: int, prompt: int, new: int, *lora_ids: str, priority: int = 0, first: int = 1
-) -> Request:
-    params = SamplingParams(max_tokens=new)
-    uses = tuple(LoRAUse(lora_id) for lora_id in lora_ids)
-    return Request(request_id, [first] * prompt, params, 0, uses, priority=priority)
-
-
-def uses_of(own: Request) -> set[str]:
-    return {use.lora_id for use in own.adapters}
-
-
-def run_step(scheduler: Scheduler) -> int:
-    """One step with a model that always answers token 7; requests end at max_tokens."""
-    rows = scheduler.schedule()
-    assert sum(row.num_new for row in rows) <= scheduler.cfg.max_step_tokens
-    adapters = set().union(*(uses_of(row.request) for row in rows))
-    assert len(adapters) <= scheduler.lora_manager.slots.num_slots  # type: ignore[attr-defined]
-    for row in rows:
-        own = row.request
-        assert len(own.pages) * 4 >= own.num_computed + row.num_new
-        samples = row.samples
-        scheduler.advance(row, 7 if samples else None)
-        if samples and len(own.output_ids) == own.params.max_tokens:
-            scheduler.finish(own, FinishReason.length)
-    return len(rows)
+from engine.scheduling.queue import WaitingQueue
 
 
 class Serving(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = make(num_pages=14)
+        self.now = 0.0
+        self.scheduler.waiting = WaitingQueue(3, 5.0, lambda: self.now)
         self.adapters: Adapters = self.scheduler.lora_manager  # type: ignore[assignment]
         self.requests: list[Request] = []
         self.num_loads = 0
@@ -170,9 +55,14 @@ class Serving(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.scheduler.finish(data.draw(st.sampled_from(self.requests)), FinishReason.abort)
 
-    @rule()
-    def step(self) -> None:
+    @rule(seconds=st.sampled_from([0, 1, 6]))
+    def step(self, seconds: int) -> None:
         run_step(self.scheduler)
+        self.now += seconds
+
+    @rule(place=st.integers(0, 3))
+    def fail(self, place: int) -> None:
+        run_step(self.scheduler, failing=place)
 
     @invariant()
     def conserved(self) -> None:
@@ -239,6 +129,32 @@ def test_the_least_important_is_preempted_and_ends_with_all_its_tokens() -> None
     assert all(len(own.output_ids) == 15 for own in requests)
 
 
+def test_prompts_admitted_together_leave_each_other_their_pages() -> None:
+    scheduler = make(num_pages=8, max_step_tokens=64)
+    for i in range(2):
+        scheduler.submit(request(i, 20, 1, first=i))
+    while scheduler.has_work:
+        assert run_step(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_prompt_waits_with_nothing_in_hand_until_running_ones_keep_a_page_each() -> None:
+    scheduler = make(num_pages=5, max_step_tokens=4)
+    scheduler.lora_manager.loads = {"a": Load(8)}  # type: ignore[attr-defined]
+    first, second = request(0, 4, 9, "a"), request(1, 16, 1, "a")
+    scheduler.submit(first)
+    while first.num_tokens < 8:
+        run_step(scheduler)
+    scheduler.submit(second)
+    run_step(scheduler)
+    assert list(scheduler.running) == [0], "3 pages are missing, 3 are free, one is to be left"
+    assert scheduler.lora_manager.slots.get("a").users == 1  # type: ignore[attr-defined]
+    scheduler.check_integrity()
+    while scheduler.has_work:
+        assert run_step(scheduler)
+    assert scheduler.num_preemptions == 0 and second.num_cached_tokens == 4
+
+
 def test_a_preempted_request_finds_its_pages_again() -> None:
     scheduler = make(num_pages=12)
     first, second = request(0, 9, 20, first=1), request(1, 9, 20, first=2)
@@ -277,6 +193,44 @@ def test_a_large_request_is_served_while_small_ones_keep_coming() -> None:
         if large.finish_reason is not None:
             return
     raise AssertionError("the large request starved")
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_an_unimportant_request_ends_while_more_important_ones_keep_coming(
+    prefix_cache: bool,
+) -> None:
+    """It is preempted at first; once overdue it is not."""
+    scheduler = make(num_pages=8, prefix_cache=prefix_cache)
+    now = [0.0]
+    scheduler.waiting = WaitingQueue(3, 5.0, lambda: now[0])
+    poor = request(0, 20, 6, priority=-1, first=2)
+    scheduler.submit(poor)
+    for i in range(1, 200):
+        run_step(scheduler)
+        scheduler.check_integrity()
+        scheduler.submit(request(i, 8, 6, priority=i % 3))
+        now[0] += 1.0
+        if poor.finish_reason is not None:
+            break
+    assert len(poor.output_ids) == 6 and poor.overdue and poor.num_preemptions > 0
+
+
+def test_a_failed_request_leaves_no_pages_that_others_could_hit_or_own() -> None:
+    scheduler = make(num_pages=16, max_step_tokens=64)
+    pool, cache = scheduler.pages._kv_pool, scheduler.prefix_cache
+    failed, reader = request(0, 21, 9), request(1, 13, 9)
+    for own in (failed, reader):
+        scheduler.submit(own)
+        run_step(scheduler)
+    shared = [cached.page for cached in reader.prefix]
+    suspect = [cached.page for cached in failed.prefix]
+    assert len(shared) == 3 and suspect[:3] == shared and len(suspect) == 5
+    scheduler.finish(failed, FinishReason.error)
+    scheduler.check_integrity()
+    assert cache.stats().num_cached_pages == len(shared), "another reads them"
+    scheduler.finish(reader, FinishReason.abort)
+    cache.allocate(cache.num_available)
+    assert set(pool.zeroed) >= set(suspect)  # type: ignore[attr-defined]
 
 
 def test_what_can_never_fit_is_refused_at_once_with_numbers() -> None:
