@@ -45,3 +45,9 @@ def first_few(names: list[str], num_shown: int) -> str:
     """The first names of a list and how many more there are, for a message: "a, b and 7 more"."""
     rest = f" and {len(names) - num_shown} more" if len(names) > num_shown else ""
     return ", ".join(names[:num_shown]) + rest
+
+
+def shown(text: str, max_chars: int) -> str:
+    """Text from a file as a part of one printable line: cut, what cannot be printed escaped."""
+    cut = text if len(text) <= max_chars else f"{text[: max_chars // 2]} … {text[-60:]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)

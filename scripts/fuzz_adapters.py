@@ -5,7 +5,8 @@ Needs the test extra. Usage: .venv/bin/python scripts/fuzz_adapters.py mutate [-
 `mutate`: every file must be refused, or loaded with the numbers that a second reader finds in it.
 It runs in processes of its own, so that a crash or a hang of the whole process is counted and not
 the end. `generate`: every adapter must give PEFT's logits or be refused where a refusal is right.
-Prints a table; status 1 if anything went wrong.
+Both take --seed, the first one. Prints a table; status 1 if anything went wrong. Files with faults
+are kept under --keep.
 """
 
 import argparse
@@ -16,100 +17,116 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "lora" / "generated"), str(ROOT / "tests")]
 CASES, BASES = ROOT / "tests" / "data" / "cases", ROOT / "tests" / "data" / "bases"
 FILES_PER_PROCESS = 1000
-SECONDS_PER_PROCESS = 900
+NUM_MADE = 24
+# After this time a file's process ends: what C code does cannot be interrupted otherwise.
+STUCK_SECONDS = 30
 
 
-def mutate_some(start: int, stop: int, folder: Path) -> None:
+def mutate_some(start: int, stop: int, made: Path, folder: Path, keep: Path) -> None:
     """One process's share: a line of JSON for each file, flushed before and after."""
+    import faulthandler
     import os
+    import shutil
 
-    from conftest import tiny_config
     from loguru import logger
-    from verdicts import judge, mutate, sources
-
-    from engine import wiring
+    from verdicts import bases_in_engines, judge, mutate, sources
 
     logger.remove()
     os.chdir(folder)
-    base_of = {
-        p.name: json.loads((p / "expected.json").read_text())["base"] for p in CASES.iterdir()
-    }
-    bases = {
-        name: wiring.build(
-            tiny_config(BASES / name, lora={"max_lora_rank": 512}, memory_bytes=128 << 20)
-        )
-        .lora_manager()
-        ._base
-        for name in ("llama", "qwen2_bias", "phi3_fused")
-    }
-    found = sources(CASES, bases, base_of)
+    bases = bases_in_engines(BASES)
+    found = sources(CASES, made, bases)
+    mutated = folder / "mutated"
     for seed in range(start, stop):
         source = found[seed % len(found)]
-        kind = mutate(source, folder / "mutated", seed)
-        print(json.dumps({"seed": seed, "kind": kind}), flush=True)
-        outcome, word = judge(folder / "mutated", bases[base_of[source.parent.name]])
-        print(json.dumps({"seed": seed, "outcome": outcome, "word": word[:300]}), flush=True)
+        kind = mutate(source, mutated, seed)
+        _tell(seed=seed, kind=kind)
+        faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+        outcome, word = judge(mutated, bases[source.base])
+        faulthandler.cancel_dump_traceback_later()
+        if outcome not in ("refused", "right"):
+            word = f"{word} ({source.folder})"
+            shutil.copytree(mutated, keep / str(seed), symlinks=True, copy_function=_copy)
+        _tell(seed=seed, outcome=outcome, word=word[:300])
 
 
-def mutate_many(count: int) -> int:
+def _copy(source: str, target: str) -> None:
+    """As shutil.copy2, for what is a plain file of a sane size."""
+    import shutil
+
+    if Path(source).is_file() and Path(source).stat().st_size < 1 << 28:
+        shutil.copy2(source, target)
+
+
+def _tell(**event: Any) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def mutate_many(count: int, first: int, keep: Path) -> int:
     """All shares, one process after the other; the table."""
+    from made_adapters import make_sound
     from verdicts import OUTCOMES
 
+    keep.mkdir(parents=True, exist_ok=True)
     table: Counter[tuple[str, str]] = Counter()
     faults: list[str] = []
-    started = time.monotonic()
-    seed = 0
     with tempfile.TemporaryDirectory() as scratch:
-        while seed < count:
-            stop = min(seed + FILES_PER_PROCESS, count)
-            kind, died = "", ""
-            command = [sys.executable, __file__, "share", str(seed), str(stop), scratch]
-            try:
-                done = subprocess.run(
-                    command, stdout=subprocess.PIPE, timeout=SECONDS_PER_PROCESS, check=False
-                )
-                output, died = done.stdout, f"status {done.returncode}" if done.returncode else ""
-            except subprocess.TimeoutExpired as expired:
-                output, died = expired.stdout or b"", "hang"
-            for line in output.decode().splitlines():
+        made, folder = Path(scratch) / "made", Path(scratch) / "work"
+        make_sound(NUM_MADE, BASES, made)
+        folder.mkdir()
+        started = time.monotonic()
+        seed, end = first, first + count
+        while seed < end:
+            share = [seed, min(seed + FILES_PER_PROCESS, end), made, folder, keep]
+            command = [sys.executable, __file__, "share", *map(str, share)]
+            done = subprocess.run(command, capture_output=True, check=False)
+            kind = "mutating itself"
+            for line in done.stdout.decode().splitlines():
                 event = json.loads(line)
                 kind = event.get("kind", kind)
                 if "outcome" in event:
                     seed = event["seed"] + 1
                     table[kind, event["outcome"]] += 1
                     if event["outcome"] not in ("refused", "right"):
-                        faults.append(f"seed {event['seed']}, {kind}: {event['word']}")
-            if died:
-                table[kind, "hang" if died == "hang" else "crash"] += 1
-                faults.append(f"seed {seed}, {kind}: the process died ({died})")
+                        faults.append(f"seed {event['seed']}, {kind}, {event['outcome']}: "
+                                      f"{event['word']}")  # fmt: skip
+                    kind = "mutating itself"
+            if done.returncode:
+                is_stuck = b"Timeout (" in done.stderr
+                table[kind, "hang" if is_stuck else "crash"] += 1
+                word = "stuck" if is_stuck else done.stderr.decode(errors="replace")[-300:]
+                faults.append(f"seed {seed}, {kind}: its process ended ({done.returncode}): {word}")
                 seed += 1
-            print(f"{seed} files, {len(faults)} faults", file=sys.stderr, flush=True)
+            print(f"{seed - first} files, {len(faults)} faults", file=sys.stderr, flush=True)
+        seconds = time.monotonic() - started
     print(f"{'mutation':<16}" + "".join(f"{outcome:>10}" for outcome in OUTCOMES))
     for kind in sorted({kind for kind, _ in table}):
         print(f"{kind:<16}" + "".join(f"{table[kind, outcome]:>10,}" for outcome in OUTCOMES))
     sums = [sum(n for (_, own), n in table.items() if own == outcome) for outcome in OUTCOMES]
     print(f"{'all':<16}" + "".join(f"{total:>10,}" for total in sums))
-    print(f"{sum(sums):,} files in {time.monotonic() - started:.0f} s, {len(faults)} faults")
-    for fault in faults[:20]:
+    print(f"{sum(sums):,} files in {seconds:.0f} s, {len(faults)} faults")
+    for fault in faults[:40]:
         print("  ", fault)
     return 1 if faults else 0
 
 
 def generate_many(count: int, seed: int) -> int:
     """Random adapters of PEFT's; the table."""
-    from adapter_space import run_many
+    from loguru import logger
+    from made_adapters import run_many
 
+    logger.remove()
     return run_many(count, seed, BASES)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["share"]:
-        mutate_some(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+        mutate_some(int(sys.argv[2]), int(sys.argv[3]), *map(Path, sys.argv[4:7]))
         sys.exit(0)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -117,7 +134,8 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["mutate", "generate"])
     parser.add_argument("--count", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "fuzz_adapters")
     arguments = parser.parse_args()
     if arguments.what == "mutate":
-        sys.exit(mutate_many(arguments.count or 20_000))
+        sys.exit(mutate_many(arguments.count or 20_000, arguments.seed, arguments.keep))
     sys.exit(generate_many(arguments.count or 200, arguments.seed))

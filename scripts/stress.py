@@ -355,6 +355,7 @@ def main(seconds: float, seed: int) -> int:
     soak.run(seconds)
     cache = soak.engine.scheduler.prefix_cache.stats()
     print(f"\n{seconds:.0f} s, seed {seed}, {NUM_NAMES} names on {NUM_SLOTS} slots")
+    soak.counts["near-ties"] += 0
     for what, count in sorted(soak.counts.items()):
         print(f"  {what:<26} {count:>9,}")
     print(f"  {'preemptions':<26} {soak.engine.scheduler.num_preemptions:>9,}")

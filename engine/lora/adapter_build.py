@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from loguru import logger
 
-from engine.errors import AdapterError, first_few
+from engine.errors import AdapterError, first_few, shown
 from engine.lora.adapter import HEAD, HostAdapter, LoRAPair, LoRATarget
 from engine.lora.names import PEFT_PREFIX, Key, Kind, explain_unmatched, resolve, split_members
 from engine.lora.peft_config import AdapterConfig, parse_config
@@ -23,6 +23,8 @@ FLOATS8 = (
     torch.float8_e5m2fnuz,
 )
 NUM_SHOWN = 3
+MAX_REASONS = 8
+MAX_REASON_CHARS = 320
 
 
 @dataclass(slots=True)
@@ -71,11 +73,19 @@ def build_adapter(
         disagreements += _missing_saved(modules, parsed)
         reasons += _counted(disagreements, "disagreements with the config")
     if parsed is None or reasons:
-        shown = "; ".join(dict.fromkeys(reasons))
-        raise AdapterError(f"{where}: the adapter is refused: {shown}")
+        raise refusal(f"{where}: the adapter is refused", reasons)
     for key in parsed.unmatched_patterns([module.names for module in modules]):
         logger.warning("lora: {}: pattern key {!r} matches no module of the file", where, key)
     return _assemble(where, modules, parsed)
+
+
+def refusal(where: str, reasons: list[str]) -> AdapterError:
+    """One printable line, whatever a file has in it."""
+    unique = list(dict.fromkeys(reasons))
+    rest = len(unique) - MAX_REASONS
+    told = [shown(reason, MAX_REASON_CHARS) for reason in unique[:MAX_REASONS]]
+    told += [f"… and {rest} more reasons"] if rest > 0 else []
+    return AdapterError(f"{shown(where, MAX_REASON_CHARS)}: {'; '.join(told)}")
 
 
 def _modules(
@@ -133,6 +143,8 @@ def _tensor_faults(module: _Module) -> Iterator[str]:
         elif tensor.dim() != num_dims or 0 in tensor.shape:
             what = "a matrix" if num_dims == 2 else "a vector"
             yield f"{name} has shape {list(tensor.shape)}, expected {what}"
+        elif tensor.nbytes > tensor.untyped_storage().nbytes():
+            yield f"{name} shows {tensor.numel()} numbers and stores fewer; save a contiguous copy"
         elif not bool(tensor.float().isfinite().all()):
             yield f"{name} holds numbers that are not finite"
 

@@ -5,19 +5,16 @@ ignored only while they are null, false or empty.
 """
 
 import math
-import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import regex
 from loguru import logger
 
-from engine.errors import AdapterError
+from engine.errors import shown
+from engine.lora.name_patterns import MAX_KEYS, MAX_SHOWN_CHARS, NamePatterns, pattern_fault
 
-MATCH_SECONDS = 0.2
-MAX_PATTERN_KEYS = 2000
 DEFAULT_RANK = 8  # PEFT's own defaults
 DEFAULT_ALPHA = 8
 # Fields that are read here, or only say which modules were adapted (the tensors say that too).
@@ -74,8 +71,8 @@ class AdapterConfig:
     rank: int
     alpha: float
     use_rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: NamePatterns
+    alpha_pattern: NamePatterns
     bias: str = "none"
     lora_bias: bool = False
     use_dora: bool = False
@@ -83,36 +80,17 @@ class AdapterConfig:
 
     def rank_of(self, names: Iterable[str]) -> int:
         """The rank that the config gives a module, by the names it has in the file and the base."""
-        return int(_matched(self.rank_pattern, names, self.rank))
+        return int(self.rank_pattern.number(names, self.rank))
 
     def scaling_of(self, names: Iterable[str]) -> float:
         """alpha / rank, or alpha / sqrt(rank) with rsLoRA, both the module's own."""
-        rank, alpha = self.rank_of(names), _matched(self.alpha_pattern, names, self.alpha)
+        rank, alpha = self.rank_of(names), self.alpha_pattern.number(names, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def unmatched_patterns(self, modules: Collection[Iterable[str]]) -> list[str]:
         """Pattern keys that name none of the modules, each given by its names."""
-        keys = dict.fromkeys([*self.rank_pattern, *self.alpha_pattern])
-        return [key for key in keys if not any(_matches(key, names) for names in modules)]
-
-
-def _anchored(key: str) -> str:
-    return rf"(.*\.)?({key})$"
-
-
-def _matches(key: str, names: Iterable[str]) -> bool:
-    """Raises AdapterError for an expression that takes for ever: files may come from anywhere."""
-    pattern = regex.compile(_anchored(key))
-    try:
-        return any(pattern.match(name, timeout=MATCH_SECONDS) for name in names)
-    except TimeoutError as error:
-        raise AdapterError(
-            f"pattern key {key!r} takes over {MATCH_SECONDS} s to match; write it plainly"
-        ) from error
-
-
-def _matched(pattern: Mapping[str, float], names: Iterable[str], default: float) -> float:
-    return next((value for key, value in pattern.items() if _matches(key, names)), default)
+        ranks, alphas = (p.unmatched(modules) for p in (self.rank_pattern, self.alpha_pattern))
+        return list(dict.fromkeys([*ranks, *alphas]))
 
 
 def parse_config(config: Mapping[str, Any]) -> tuple[AdapterConfig | None, list[str]]:
@@ -154,8 +132,8 @@ def parse_config(config: Mapping[str, Any]) -> tuple[AdapterConfig | None, list[
         rank,
         float(alpha),
         flags["use_rslora"],
-        patterns["rank_pattern"],
-        patterns["alpha_pattern"],
+        NamePatterns(patterns["rank_pattern"]),
+        NamePatterns(patterns["alpha_pattern"]),
         bias,
         flags["lora_bias"],
         flags["use_dora"],
@@ -210,11 +188,9 @@ def _pattern(name: str, value: Any) -> tuple[dict[str, Any], str]:
     fits, numbers = (_is_rank, "ranks") if name == "rank_pattern" else (_is_number, "numbers")
     if not isinstance(value, dict) or not all(fits(item) for item in value.values()):
         return {}, f"{name} is {value!r}, expected module names with {numbers}"
-    if len(value) > MAX_PATTERN_KEYS:
-        return {}, f"{name} has {len(value)} keys, at most {MAX_PATTERN_KEYS} are supported"
+    if len(value) > MAX_KEYS:
+        return {}, f"{name} has {len(value)} keys, at most {MAX_KEYS} are supported"
     for key in value:
-        try:
-            re.compile(_anchored(key))  # as PEFT does
-        except re.error as error:
-            return {}, f"{name}: {key!r} is no regular expression ({error})"
+        if fault := pattern_fault(key):
+            return {}, f"{name}: {shown(repr(key), MAX_SHOWN_CHARS)} {fault}"
     return value, ""

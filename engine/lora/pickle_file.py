@@ -45,7 +45,8 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
 
 def _refusal(path: Path, reason: str) -> AdapterError:
     return AdapterError(
-        f"{path}: is no plain state dict ({reason}); save the adapter as adapter_model.safetensors"
+        f"{path.name}: is no plain state dict ({reason}); save the adapter as "
+        "adapter_model.safetensors"
     )
 
 
@@ -60,6 +61,8 @@ def _checked_copy(path: Path) -> io.BytesIO:
             raise ValueError("a record is there twice")
         if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
             raise ValueError("records are compressed")
+        if sum(info.file_size for info in infos) > path.stat().st_size:
+            raise ValueError("records overlap")
         records = {info.filename: archive.read(info) for info in infos}  # checks checksums
     pickles = [name for name in records if name.endswith("/data.pkl")]
     if len(pickles) != 1:

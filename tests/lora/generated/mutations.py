@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 INDEX, PICKLED = "adapter_model.safetensors.index.json", "adapter_model.bin"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 MARKER = "PICKLE_CODE_WAS_EXECUTED"
 Mutation = Callable[[Path, Random], None]
 
@@ -25,7 +26,24 @@ VALUES: list[Any] = [
     "none", "all", "lora_only", "q_proj", [], {}, [[]], [None], ["lm_head"], ["embed_tokens"],
     ["q_proj", 3],
     {"q_proj": 4}, {"q_proj": None}, {"(": 4}, {"": 4}, {".*": 4}, {"q_proj": float("nan")},
-    {"a": {"b": {}}}, [[0, 2]], "((.|.)+)+[!?]", "\ud800", "é",
+    {"a": {"b": {}}}, [[0, 2]], "((.|.)+)+[!?]", "\ud800", "é", "x\ny", [0] * 100_000,
+    "x" * 100_000,
+]  # fmt: skip
+# Keys of patterns: ones that match as everybody expects; ones that not every library reads alike,
+# that are wrong, or that take long or much memory.
+SOUND_KEYS = [
+    "q_proj", "layers.0.self_attn.q_proj", r".*\.1\..*", "^self_attn", "q_proj$", "[kq]_proj", "",
+    "|", r"\Aq_proj", "(?i:Q_PROJ)", "(?P<a>q)_proj", "q_proj{1}", "(?=x)",
+    r"layers\.\d+\.mlp\.\w+",
+    "(k|down)_proj", r"model\.layers\.[01]\.(self_attn|mlp)\..*_proj", "no_such_module", "_proj",
+    "embed_tokens|lm_head", r"(?!.*q_proj).*", "model.layers.1.mlp.up_proj", "(?#x)v_proj", ".*",
+]  # fmt: skip
+ODD_KEYS = [
+    "[q&&k]_proj", "[a||q]_proj", "(?:xq_proj){e<=1}", "q_pro(?:j){i}", "[[:alpha:]]_proj",
+    "[[:alpha:]_]*proj", "(?e)q", "(?V1)q", "(", "[", "*", "\\", "(?s)q", "a{3,1}", "(?<=a*)q",
+    r"\p{L}", "{", "{e}", "q{,}", "a{99999999999}", "((.|.)+)+[!?]", "(a|aa)+$!",
+    "((((a{1000}){1000}){1000}){1000})", "(" * 3000 + "a" + ")" * 3000, "x" * 100_000,
+    "(" * 90 + "q_proj" + ")" * 90, "é", "q\nk", "\0",
 ]  # fmt: skip
 
 
@@ -68,7 +86,7 @@ def header_json(folder: Path, draw: Random) -> None:
     names = [name for name in header if name != "__metadata__"]
     name, other = draw.choice(names), draw.choice(names)
     entry = header[name]
-    kind = draw.randrange(8)
+    kind = draw.randrange(10)
     if kind == 0:
         entry["dtype"] = draw.choice(["F16", "I32", "U8", "BOOL", "F64", "F4", "", 3])
     elif kind == 1:
@@ -86,9 +104,12 @@ def header_json(folder: Path, draw: Random) -> None:
     elif kind == 6:
         header["__metadata__"] = draw.choice([{"a": 1}, {"format": "pt"}, [], "x", None])
     text = json.dumps(header)
-    if kind == 7:  # the same key twice
-        again = json.dumps({name: entry})[1:-1]
-        text = f"{text[:-1]}, {again}}}"
+    if kind >= 7:  # a key twice: saying the same, or before and after it another tensor's place
+        again = json.dumps({name: entry if kind == 7 else header[other]})[1:-1]
+        text = f"{text[:-1]}, {again}}}" if draw.random() < 0.5 else f"{{{again}, {text[1:]}"
+    if kind == 9:
+        again = json.dumps({other: entry})[1:-1]
+        text = f"{{{again}, {text[1:]}"
     _write_weights(folder, text.encode(), bytes(data))
 
 
@@ -113,16 +134,43 @@ def config_fields(folder: Path, draw: Random) -> None:
     (folder / CONFIG).write_bytes(json.dumps(config).encode("utf-8", "surrogatepass"))
 
 
+def patterns(folder: Path, draw: Random) -> None:
+    config = json.loads((folder / CONFIG).read_bytes())
+    for name in draw.sample(["alpha_pattern", "rank_pattern"], draw.randint(1, 2)):
+        number = config.get("r", 8) if name == "rank_pattern" else draw.randint(1, 64)
+        keys = draw.choices(SOUND_KEYS, k=draw.randint(1, 4))
+        keys += draw.choices(ODD_KEYS, k=draw.choice([0, 0, 1]))
+        many = draw.random()
+        if many < 0.02:
+            keys = [f"layers.{index}.self_attn.q_proj" for index in range(300)]
+        elif many < 0.04:
+            keys = [f"{draw.choice(['(.|.){18}!|x', 'x'])}{index}" for index in range(2000)]
+        config[name] = dict.fromkeys(keys, number)
+    (folder / CONFIG).write_text(json.dumps(config))
+
+
 def config_text(folder: Path, draw: Random) -> None:
     raw = (folder / CONFIG).read_bytes()
-    texts = [
-        b"", b"\xef\xbb\xbf" + raw, b"\xff\xfe" + raw, raw[: draw.randrange(len(raw))], raw + raw,
-        b"[" * 100_000, b'{"a":' * 50_000, b"[" + raw + b"]", b"null", b"NaN",
-        raw.replace(b'"', b"'"),
-        raw.replace(b'"r"', b'"lora_alpha"'), raw.decode().encode("utf-16"),
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    texts: list[Callable[[], bytes]] = [
+        lambda: b"", lambda: b"\xef\xbb\xbf" + raw, lambda: b"\xff\xfe" + raw, lambda: raw + raw,
+        lambda: raw[: draw.randrange(len(raw))], lambda: b"[" + raw + b"]", lambda: b"null",
+        lambda: b"NaN", lambda: b"[" * 100_000, lambda: b'{"a":' * 50_000,
+        lambda: raw.replace(b'"', b"'"), lambda: raw.replace(b'"r"', b'"lora_alpha"'),
+        lambda: raw.decode().encode("utf-16"), lambda: POINTER,
+        lambda: b'{"peft_type": "LORA", "x": ' + b"[" * 960 + b"]" * 960 + b"}",
+        lambda: _extended(raw, [(f"k{i}", None) for i in range(40_000)] + [("k3", None)]),
+        lambda: _extended(raw, [(f"k{i}", i + 1) for i in range(10_000)]),
+        lambda: _extended(raw, [("rank_pattern", {}), ("alpha_pattern", {"q_proj": 3})]),
+        lambda: _extended(raw, [("x" * 1_000_000, 1)]),
+        lambda: _extended(raw, [("\ud800\n", 1)]),
     ]  # fmt: skip
-    (folder / CONFIG).write_bytes(draw.choice(texts))
+    (folder / CONFIG).write_bytes(draw.choice(texts)())
+
+
+def _extended(raw: bytes, fields: list[tuple[str, Any]]) -> bytes:
+    """An object of JSON with more fields at its end."""
+    more = ", ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields)
+    return raw.rstrip()[:-1] + b", " + more.encode() + b"}"
 
 
 def tensors(folder: Path, draw: Random) -> None:
@@ -158,7 +206,7 @@ def tensors(folder: Path, draw: Random) -> None:
                  torch.float8_e4m3fn, torch.float8_e5m2]
             )  # fmt: skip
             tensor = tensor.float().to(dtype)
-        elif kind == 7:
+        elif kind == 7 and tensor.numel():
             tensor = tensor.float().clone()
             tensor.view(-1)[draw.randrange(tensor.numel())] = draw.choice(
                 [float("nan"), float("inf"), -float("inf")]
@@ -225,7 +273,7 @@ def pickles(folder: Path, draw: Random) -> None:
     found: Any = _load(folder)
     (folder / WEIGHTS).unlink(missing_ok=True)
     target = folder / PICKLED
-    kind = draw.randrange(8)
+    kind = draw.randrange(10)
     if kind == 0:
         found["x"] = _Bomb()
     elif kind == 1:
@@ -235,8 +283,11 @@ def pickles(folder: Path, draw: Random) -> None:
         return
     elif kind == 3:
         found[draw.choice(sorted(found))] = torch.eye(4).to_sparse()
-    torch.save(found, target)
-    if kind == 7:
+    elif kind >= 8:
+        name = draw.choice(sorted(found))
+        found[name] = draw.choice(_views(found[name], kind == 8))
+    torch.save(found, target, _use_new_zipfile_serialization=draw.random() < 0.9)
+    if kind == 7 and zipfile.is_zipfile(target):
         resize_record(target, draw)
     raw = bytearray(target.read_bytes())
     if kind == 4:
@@ -245,6 +296,19 @@ def pickles(folder: Path, draw: Random) -> None:
     elif kind == 5:
         raw = raw[: draw.randrange(len(raw))]
     target.write_bytes(raw)
+
+
+def _views(tensor: torch.Tensor, sound: bool) -> list[torch.Tensor]:
+    """Tensors over fewer numbers than they show: of the same shape, or far larger than a file."""
+    if not sound:
+        one = torch.ones(1, dtype=tensor.dtype)
+        return [one.expand(1 << 16, 1 << 16), one.expand(1 << 40), one[:0].expand(1 << 40, 0)]
+    doubled = torch.stack([tensor, tensor], -1)
+    return [
+        tensor[:1].expand(tensor.shape), doubled[..., 1], torch.nn.Parameter(tensor.float()),
+        torch._neg_view(tensor.float()), tensor.float().flip(0),
+        torch.ones_like(tensor, device="meta"),
+    ]  # fmt: skip
 
 
 def resize_record(path: Path, draw: Random) -> None:
@@ -263,7 +327,7 @@ def files(folder: Path, draw: Random) -> None:
     name = draw.choice([WEIGHTS, CONFIG])
     target = folder / name
     target.unlink(missing_ok=True)
-    kind = draw.randrange(6)
+    kind = draw.randrange(9)
     if kind == 0:
         target.mkdir()
     elif kind == 1:
@@ -271,16 +335,28 @@ def files(folder: Path, draw: Random) -> None:
     elif kind == 2:
         target.write_bytes(b"")
     elif kind == 3:
-        target.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+        target.write_bytes(POINTER)
     elif kind == 4:
         target.symlink_to(target.name)
+    elif kind == 5:
+        os.mkfifo(target)
+    elif kind == 6:
+        target.symlink_to(draw.choice(["/dev/zero", "/dev/null", "/proc/self/mem", "/"]))
+    elif kind == 7:
+        target.write_bytes(b"{")
+        os.truncate(target, 1 << (33 if name == CONFIG else 31))  # weights are mapped, not read
+    elif kind == 8:
+        shard = folder / "one.safetensors"
+        os.mkfifo(shard) if draw.random() < 0.5 else shard.symlink_to("/dev/zero")
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"x": shard.name}}))
+        (folder / WEIGHTS).unlink(missing_ok=True)
 
 
 MUTATIONS: dict[str, Mutation] = {
     own.__name__: own
     for own in (
         header_bytes, header_json, data_bytes, length, config_bytes, config_fields, config_text,
-        tensors, odd_tensor, shards, pickles, files,
+        patterns, tensors, odd_tensor, shards, pickles, files,
     )
 }  # fmt: skip
 
