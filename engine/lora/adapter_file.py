@@ -64,7 +64,9 @@ def _attempt(read: Callable[[], T], reasons: list[str]) -> T | None:
         return read()
     except AdapterError as refused:
         reasons.append(str(refused))
-        return None
+    except OSError as error:  # a disk that fails in the middle of a file
+        reasons.append(f"a file cannot be read ({error.strerror})")
+    return None
 
 
 def _open(path: Path, max_bytes: int | None = None) -> BinaryIO:
@@ -78,10 +80,11 @@ def _open(path: Path, max_bytes: int | None = None) -> BinaryIO:
                 f"{path.name}: has {found.st_size} bytes, expected {max_bytes} at most"
             )
         file = path.open("rb")
+        start = file.read(len(LFS_POINTER))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise AdapterError(f"{path.name}: cannot be read ({why}); it must exist") from error
-    if file.read(len(LFS_POINTER)) == LFS_POINTER:
+    if start == LFS_POINTER:
         file.close()
         raise AdapterError(f"{path.name}: is a Git LFS pointer, not the file; run `git lfs pull`")
     file.seek(0)
@@ -166,8 +169,5 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        with _open(path):
-            return read_pickle(path)
-    except OSError as error:
-        raise AdapterError(f"{path.name}: cannot be read ({error.strerror})") from error
+    with _open(path):
+        return read_pickle(path)

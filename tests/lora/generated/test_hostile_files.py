@@ -107,6 +107,9 @@ SLOW = "(.|.){18}!|x"
 HOSTILE: dict[str, tuple[Change, str]] = {
     "a config that never comes": (replaced(CONFIG, os.mkfifo), "plain file"),
     "a config that never ends": (replaced(CONFIG, lambda p: p.symlink_to("/dev/zero")), "plain"),
+    "a config that cannot be read": (
+        replaced(CONFIG, lambda path: path.symlink_to("/proc/self/mem")), "cannot be read"
+    ),
     "a config of gigabytes": (replaced(CONFIG, a_file_of_gigabytes), "bytes"),
     "a shard that never comes": (sharded(os.mkfifo), "one"),
     "a shard that never ends": (sharded(lambda path: path.symlink_to("/dev/zero")), "one"),
