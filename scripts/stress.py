@@ -111,17 +111,26 @@ def make_engine(*, kv_tokens: int, slots: int, cache: bool, running: int) -> Eng
 
 
 class Alone:
-    """Answers of single requests, with the logits behind each choice."""
+    """Answers of single requests, and whether a choice of theirs was a near-tie."""
 
     def __init__(self) -> None:
         self.engine = make_engine(kv_tokens=4096, slots=8, cache=False, running=8)
         self._answers: dict[Ask, list[tuple[int, ...]]] = {}
-        self._choices: list[tuple[torch.Tensor, Any]] = []
         self._sample = self.engine.sampler.sample
-        self.engine.sampler.sample = self._record  # type: ignore[method-assign]
+        self.engine.sampler.sample = self._watch  # type: ignore[method-assign]
+        self._num_choices, self._watched = 0, -1
+        self._noisy_choices: list[list[int]] = []
 
-    def _record(self, logits: torch.Tensor, rows: Any) -> Any:
-        self._choices.append((logits, rows))
+    def _watch(self, logits: torch.Tensor, rows: Any) -> Any:
+        """Sample; choice number `_watched` also with noise, while penalties count what they did."""
+        if self._num_choices == self._watched:
+            generator = torch.Generator().manual_seed(0)
+            self._noisy_choices = [
+                self._sample(logits + NOISE * torch.randn(logits.shape, generator=generator), rows)
+                .token_ids.tolist()
+                for _ in range(64)
+            ]  # fmt: skip
+        self._num_choices += 1
         return self._sample(logits, rows)
 
     def answer(self, ask: Ask) -> list[tuple[int, ...]]:
@@ -130,18 +139,13 @@ class Alone:
             self._answers[ask] = self._run(ask)
         return self._answers[ask]
 
-    def is_near_tie(self, ask: Ask, index: int) -> bool:
-        """Whether noise on the logits changes the choice of token `index` (of one sample)."""
-        self._choices.clear()
-        self._run(ask)
-        logits, rows = self._choices[index]
-        generator = torch.Generator().manual_seed(0)
-        choices = {
-            tuple(self._sample(logits + NOISE * torch.randn(logits.shape, generator=generator),
-                               rows).token_ids.tolist())
-            for _ in range(64)
-        }  # fmt: skip
-        return len(choices) > 1
+    def is_near_tie(self, ask: Ask, sample: int, place: int) -> bool:
+        """Whether noise on the logits changes the choice of token `place` of sample `sample`."""
+        self._num_choices, self._watched = 0, place
+        answer = self._run(ask)
+        self._watched = -1
+        row = sum(len(tokens) > place for tokens in answer[:sample])
+        return len({choices[row] for choices in self._noisy_choices}) > 1
 
     def _run(self, ask: Ask) -> list[tuple[int, ...]]:
         loaded = {ref.name for ref in self.engine.list_adapters()}
@@ -323,9 +327,7 @@ class Soak:
                 ),
                 min(len(found), len(wanted)),
             )
-            if own.ask.num_samples == 1 and place < len(wanted) and self.alone.is_near_tie(
-                own.ask, place
-            ):  # fmt: skip
+            if place < len(wanted) and self.alone.is_near_tie(own.ask, index, place):
                 self.counts["near-ties"] += 1
                 continue
             self.faults.append(f"{own.ask}, sample {index}: {found}, alone {wanted}")
