@@ -19,7 +19,8 @@ from engine.memory.plan import MemoryPlan
 from engine.memory.prefix_cache import PrefixCache
 from engine.models.decoder import DecoderModel
 from engine.parallel.topology import Topology
-from engine.runtime.attention import PagedAttention
+from engine.runtime.attention import open_attention
+from engine.runtime.attention_space import AttentionSpace
 from engine.runtime.runner import ModelRunner
 from engine.runtime.sampler import Sampler
 from engine.runtime.workspace import Workspace
@@ -41,7 +42,7 @@ class EngineContainer(containers.DeclarativeContainer):
     # host: nothing here holds device memory
     device = providers.Singleton(Device, cfg=cfg.device)
     topology = providers.Singleton(Topology)
-    ops = providers.Singleton(OpSet.select, cfg=cfg.kernels)
+    ops = providers.Singleton(OpSet.select, cfg=cfg.kernels, device=device)
     checkpoint = providers.Singleton(open_checkpoint, cfg=cfg.model)
     tokenizer = providers.Singleton(Tokenizer.from_checkpoint, checkpoint=checkpoint)
 
@@ -57,6 +58,14 @@ class EngineContainer(containers.DeclarativeContainer):
         ledger=ledger,
     )
     lora_manager = Component(LoRAManager, cfg=cfg.lora, model=model, device=device, ledger=ledger)
+    attention_space = providers.Singleton(
+        AttentionSpace,
+        cfg=cfg.kernels,
+        limits=cfg.scheduler,
+        model=model,
+        device=device,
+        ledger=ledger,
+    )
     workspace = providers.Singleton(Workspace, cfg=cfg.scheduler, model=model, ledger=ledger)
 
     # size: the plan seals the ledger, what is left becomes KV pages
@@ -64,7 +73,10 @@ class EngineContainer(containers.DeclarativeContainer):
         MemoryPlan.build,
         ledger=ledger,
         receipts=providers.List(
-            model.provided.receipt, lora_manager.provided.receipt, workspace.provided.receipt
+            model.provided.receipt,
+            lora_manager.provided.receipt,
+            attention_space.provided.receipt,
+            workspace.provided.receipt,
         ),
     )
     kv_pool = providers.Singleton(
@@ -75,7 +87,12 @@ class EngineContainer(containers.DeclarativeContainer):
     pages = providers.Singleton(PageAllocator, kv_pool=kv_pool)
     prefix_cache = providers.Singleton(PrefixCache, cfg=cfg.memory, pages=pages)
     attention = providers.Singleton(
-        PagedAttention, cfg=cfg.kernels, kv_pool=kv_pool, model=model, device=device
+        open_attention,
+        cfg=cfg.kernels,
+        kv_pool=kv_pool,
+        model=model,
+        device=device,
+        space=attention_space,
     )
     runner = providers.Singleton(
         ModelRunner, model=model, attention=attention, lora_manager=lora_manager, device=device

@@ -42,6 +42,7 @@ class GraphMode(Enum):
 
 class KernelSet(Enum):
     reference = "reference"
+    triton = "triton"
 
 
 class CommandName(Enum):

@@ -49,6 +49,16 @@ class Device:
         """Whether tensors of this device are ordinary host memory."""
         return self._real.type == "cpu"
 
+    def check_triton(self, key: str) -> None:
+        """Raise ConfigError if Triton kernels, chosen by the config's `key`, cannot run here: on
+        the CPU only Triton's interpreter runs them, for tests.
+        """
+        if self.host_visible and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError(
+                f"{key}: got triton, which needs a CUDA device; use kernels=reference or "
+                "device=cuda"
+            )
+
     def total_bytes(self) -> int:
         """Capacity: `device.memory_bytes` if set, else what the machine (or its cgroup) has."""
         if self._memory_bytes is not None:

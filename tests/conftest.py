@@ -1,10 +1,12 @@
 """What tests of several folders share: data, engines of tiny models, a PEFT adapter maker."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loguru import logger
 
 from engine import wiring
@@ -18,6 +20,10 @@ from engine.config import (
     SchedulerConfig,
 )
 from engine.serving.engine import Engine
+
+# Without a card Triton interprets its kernels; it must know before they are imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 DATA = Path(__file__).parent / "data"
 EngineMaker = Callable[..., Engine]

@@ -3,12 +3,13 @@ to all.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from engine.config import KernelsConfig, KernelSet
+from engine.device import Device
 from engine.kernels import lora, norm, rope, silu_mul
 from engine.kernels.linear import has_blocked_layout, linear, pack_weight
 
@@ -30,9 +31,19 @@ class OpSet:
     saved_deltas: Callable[..., list[torch.Tensor]]
 
     @classmethod
-    def select(cls, cfg: KernelsConfig) -> "OpSet":
-        """The set that `kernels.ops` names."""
-        return {KernelSet.reference: REFERENCE}[cfg.ops]
+    def select(cls, cfg: KernelsConfig, device: Device) -> "OpSet":
+        """The set that `kernels.ops` names. Raises ConfigError if it cannot run there."""
+        if cfg.ops is KernelSet.reference:
+            return REFERENCE
+        device.check_triton("kernels.ops")
+        from engine.kernels import fused_norm, fused_silu_mul
+
+        return replace(
+            REFERENCE,
+            rms_norm=fused_norm.rms_norm,
+            add_rms_norm=fused_norm.add_rms_norm,
+            silu_mul=fused_silu_mul.silu_mul,
+        )
 
 
 REFERENCE = OpSet(

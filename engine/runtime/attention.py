@@ -6,14 +6,16 @@ work; prompts go one by one. Knows pages by number; who owns them is the schedul
 """
 
 import math
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from engine.config import KernelsConfig
+from engine.config import KernelsConfig, KernelSet
 from engine.device import Device
 from engine.kernels.paged_attention import (
     DecodeRows,
@@ -26,6 +28,7 @@ from engine.layers.attention import AttentionBackend
 from engine.layers.step import Step
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderModel
+from engine.runtime.attention_space import AttentionSpace
 
 # A group gathers at most this many tokens of context at once, padding included.
 MAX_GATHERED_TOKENS = 8192
@@ -52,13 +55,54 @@ class PagedStep:
     prefill: tuple[PrefillRow, ...]
 
 
-class PagedAttention(AttentionBackend):
+class StepAttention(AttentionBackend):
+    """A backend that describes a whole step at once; `name` is what the config calls it."""
+
+    name: str
+
+    @abstractmethod
+    def prepare(self, rows: Sequence[RowContext]) -> Any:
+        """What `attend` reads from `step.attention`, for a step of `rows` in token order."""
+
+
+def open_attention(
+    cfg: KernelsConfig,
+    kv_pool: KVPool,
+    model: DecoderModel,
+    device: Device,
+    space: AttentionSpace,
+) -> StepAttention:
+    """The backend that `kernels.attention` names."""
+    if cfg.attention is KernelSet.reference:
+        return PagedAttention(cfg, kv_pool, model, device)
+    from engine.runtime.triton_attention import TritonAttention
+
+    name = cfg.attention.value
+    return TritonAttention(name, kv_pool, model, space.decode, device.torch_device)
+
+
+def write_places(rows: Sequence[RowContext], kv_pool: KVPool) -> np.ndarray:
+    """Where keys and values of new tokens go, int64 [T * 2 * K] as `write_kv` takes it."""
+    _, _, kv_heads, page_size, _ = kv_pool.layers[0].shape
+    values_at = (kv_pool.num_pages + 1) * kv_heads
+    places = []
+    for row in rows:
+        positions = np.arange(row.num_computed, row.num_computed + row.num_new)
+        pages = np.asarray(row.pages)[positions // page_size]
+        head_pages = pages[:, None] * kv_heads + np.arange(kv_heads)
+        heads = np.concatenate((head_pages, head_pages + values_at), 1)
+        places.append(heads * page_size + (positions % page_size)[:, None])
+    return np.concatenate(places).ravel()
+
+
+class PagedAttention(StepAttention):
     """The plain-torch backend."""
 
     def __init__(
         self, cfg: KernelsConfig, kv_pool: KVPool, model: DecoderModel, device: Device
     ) -> None:
         self.name = cfg.attention.value
+        self._kv_pool = kv_pool
         self._caches = kv_pool.layers
         self._values_at = kv_pool.num_pages + 1
         self._null_page = kv_pool.null_page
@@ -74,15 +118,8 @@ class PagedAttention(AttentionBackend):
         """Describe a step of `rows`, in token order."""
         decode: dict[int, list[tuple[int, RowContext]]] = defaultdict(list)
         prefill: list[PrefillRow] = []
-        writes = []
         token = 0
         for row in rows:
-            positions = np.arange(row.num_computed, row.num_computed + row.num_new)
-            pages = np.asarray(row.pages)[positions // self._page_size]
-            offsets = positions % self._page_size
-            head_pages = pages[:, None] * self._kv_heads + self._heads
-            heads = np.concatenate((head_pages, head_pages + self._values_at * self._kv_heads), 1)
-            writes.append(heads * self._page_size + offsets[:, None])
             if row.num_new == 1:
                 num_pages = self._pages_for(row.num_computed + 1)
                 decode[num_pages.bit_length()].append((token, row))
@@ -92,7 +129,7 @@ class PagedAttention(AttentionBackend):
         groups = [group for key in sorted(decode) for group in self._decode_groups(decode[key])]
         if len(groups) == 1 and not prefill:
             groups = [replace(groups[0], rows=None)]
-        write_index = torch.from_numpy(np.concatenate(writes).ravel())
+        write_index = torch.from_numpy(write_places(rows, self._kv_pool))
         return PagedStep(write_index.to(self._device), tuple(groups), tuple(prefill))
 
     def attend(

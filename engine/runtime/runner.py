@@ -13,7 +13,7 @@ from engine.layers.step import Step
 from engine.lora.adapter import Part
 from engine.lora.manager import LoRAManager
 from engine.models.decoder import DecoderModel
-from engine.runtime.attention import PagedAttention, RowContext
+from engine.runtime.attention import RowContext, StepAttention
 from engine.runtime.prompt_logprobs import prompt_logprobs
 from engine.runtime.request import ScheduledRow
 from engine.runtime.sampler import TokenLogprobs
@@ -39,7 +39,7 @@ class ModelRunner:
     def __init__(
         self,
         model: DecoderModel,
-        attention: PagedAttention,
+        attention: StepAttention,
         lora_manager: LoRAManager,
         device: Device,
     ) -> None:

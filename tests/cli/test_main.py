@@ -121,7 +121,7 @@ def test_sweep_goes_on_after_a_failure_and_ends_with_a_table(
 
 
 def test_ctrl_c(tiny: list[str], tmp_path: Path) -> None:
-    endless = [*tiny, "command=bench", "command.new_tokens=64", "command.batch_sizes=[1,1,1,1,1,1]"]
+    endless = [*tiny, "command=bench", "command.new_tokens=64", f"command.batch_sizes={[1] * 500}"]
     process = subprocess.Popen(
         [sys.executable, "-m", "engine", *endless],
         cwd=tmp_path,

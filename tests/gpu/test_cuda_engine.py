@@ -1,8 +1,10 @@
-"""The plain-torch path on a CUDA device: cases equal PEFT's tokens, the audit explains every byte.
+"""Plain torch and Triton on a CUDA device: cases equal PEFT's tokens, the audit explains every
+byte.
 
 Needs a CUDA device: `scripts/test -m gpu`.
 """
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from engine.config import (
     DeviceConfig,
     DeviceKind,
     EngineConfig,
+    KernelsConfig,
+    KernelSet,
     LoRAConfig,
     MemoryConfig,
     ModelConfig,
@@ -28,7 +32,8 @@ def engine(request: pytest.FixtureRequest, bases: Path) -> Any:
     from engine import wiring
 
     config = EngineConfig(
-        model=ModelConfig(path=str(bases / request.param)),
+        model=ModelConfig(path=str(bases / request.param[0])),
+        kernels=KernelsConfig(request.param[1], request.param[1]),
         device=DeviceConfig(kind=DeviceKind.cuda),
         memory=MemoryConfig(fraction=0.3, max_kv_tokens=20000),
         lora=LoRAConfig(max_lora_rank=512, saved_modules=2),
@@ -39,7 +44,9 @@ def engine(request: pytest.FixtureRequest, bases: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "engine", ["llama", "llama_tied", "qwen2_bias", "phi3_fused"], indirect=True
+    "engine",
+    list(itertools.product(["llama", "llama_tied", "qwen2_bias", "phi3_fused"], KernelSet)),
+    indirect=True,
 )
 def test_cases_and_audit(engine: Engine) -> None:
     sampling = engine.sampling_params(temperature=0.0, max_tokens=12, ignore_eos=True)

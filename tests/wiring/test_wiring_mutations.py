@@ -40,7 +40,7 @@ AFTER_LORA = (
     "    def __init__(self, cfg, model, ledger, lora_manager: LoRAManager) -> None: ...\n\n\n"
 )
 MISTAKES: dict[str, tuple[list[Change], list[str]]] = {
-    "no receipt": ([("lora_manager.provided.receipt, ", "")], [NOTHING_LEADS]),
+    "no receipt": ([("            lora_manager.provided.receipt,\n", "")], [NOTHING_LEADS]),
     "late reserver": (
         [
             (CLASS, LATE + CLASS),
@@ -92,7 +92,7 @@ MISTAKES: dict[str, tuple[list[Change], list[str]]] = {
         [
             (CLASS, AFTER_LORA + CLASS),
             ("Workspace, cfg=cfg.scheduler", "AfterLoRA, lora_manager=lora_manager, cfg=cfg.lora"),
-            ("lora_manager.provided.receipt, ", ""),
+            ("            lora_manager.provided.receipt,\n", ""),
         ],
         [
             "lora_manager: reserves memory, but memory_plan does not get its receipt; add "
