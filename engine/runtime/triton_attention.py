@@ -52,7 +52,7 @@ class TritonAttention(StepAttention):
         self.name = name
         self._kv_pool = kv_pool
         self._window = model.spec.sliding_window
-        self._scale = 1 / math.sqrt(model.spec.head_dim)
+        self._scale = 1 / math.sqrt(model.kv_shape[1])
         self._workspace = workspace
         self._device = device
 

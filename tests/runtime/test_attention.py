@@ -3,13 +3,16 @@ random.
 """
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from engine.config import KernelsConfig
-from engine.runtime.attention import PagedAttention, RowContext
+from engine.config import KernelsConfig, KernelSet
+from engine.kernels.decode_attention import decode_workspace
+from engine.runtime.attention import PagedAttention, RowContext, open_attention
 
 HEADS, KV_HEADS, DIM, PAGE, NUM_PAGES = 6, 2, 16, 4, 64
 
@@ -46,6 +49,22 @@ class FakeStep:
         self.attention = attention
 
 
+def backend_of(kernels: KernelSet, pool: Pool, window: int | None) -> Any:
+    """The backend that the config names, over `pool`."""
+    workspace = decode_workspace(
+        max_rows=8, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, max_tokens=128, num_sms=40,
+        device=Cpu.torch_device,
+    )  # fmt: skip
+    cfg, space = KernelsConfig(attention=kernels), SimpleNamespace(decode=workspace)
+    return open_attention(cfg, pool, Model(window), Cpu(), space)  # type: ignore[arg-type]
+
+
+NEEDS_INTERPRETER = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the tensors are the CPU's"
+)
+BACKENDS = [KernelSet.reference, pytest.param(KernelSet.triton, marks=NEEDS_INTERPRETER)]
+
+
 def naive(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int | None
 ) -> torch.Tensor:
@@ -63,10 +82,13 @@ def naive(
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
-def test_chunked_prefill_and_decode_of_a_mixed_batch(window: int | None, chunk: int) -> None:
+@pytest.mark.parametrize("kernels", BACKENDS)
+def test_chunked_prefill_and_decode_of_a_mixed_batch(
+    kernels: KernelSet, window: int | None, chunk: int
+) -> None:
     torch.manual_seed(chunk)
     pool = Pool()
-    backend = PagedAttention(KernelsConfig(), pool, Model(window), Cpu())  # type: ignore[arg-type]
+    backend = backend_of(kernels, pool, window)
     lengths = [1, 4, 9, 23, 17]
     pages = np.random.default_rng(chunk).permutation(NUM_PAGES).tolist()
     owned = [[pages.pop() for _ in range(-(-length // PAGE))] for length in lengths]
