@@ -1,8 +1,9 @@
 """Paged attention by the Triton kernels: describes a step to them and keeps keys and values in the
 KV pool.
 
-A step of single new tokens is one launch of the decode kernel, any other one of the prefill kernel.
-A step's tables go to the device in one copy.
+Leading rows of one new token, which is how the scheduler puts decoding requests, are one launch of
+the decode kernel, the others one of the prefill kernel. A step's tables go to the device in one
+copy.
 """
 
 import math
@@ -27,14 +28,16 @@ _LEAST_PAGES = 16
 class TritonStep:
     """A step as the kernels want it: int32, `write_index` int64 as `write_kv` takes it.
 
-    `page_table` [B, pages], `lengths` [B] with the new tokens, `query_starts` [B + 1]; `max_query`
-    new tokens of a row at most.
+    `page_table` [B, pages], `lengths` [B] with the new tokens. The first `num_decode` rows have one
+    new token each; the others, at most `max_query` each, have those from `query_starts`
+    [B - num_decode + 1] on, counted from the first of them.
     """
 
     write_index: torch.Tensor
     page_table: torch.Tensor
     lengths: torch.Tensor
     query_starts: torch.Tensor
+    num_decode: int
     max_query: int
 
 
@@ -60,7 +63,9 @@ class TritonAttention(StepAttention):
         """Describe a step of `rows`, in token order."""
         page_size = self._kv_pool.page_size
         lengths = [row.num_computed + row.num_new for row in rows]
-        starts = np.cumsum([0, *(row.num_new for row in rows)])
+        num_new = [row.num_new for row in rows]
+        num_decode = next((i for i, count in enumerate(num_new) if count > 1), len(rows))
+        starts = np.cumsum([0, *num_new[num_decode:]])
         # The width decides how rows are split: a power of two, so that it seldom changes.
         most_pages = max(_LEAST_PAGES, -(-max(lengths) // page_size))
         table = np.zeros((len(rows), 1 << (most_pages - 1).bit_length()), dtype=np.int32)
@@ -68,7 +73,7 @@ class TritonAttention(StepAttention):
             num_pages = -(-length // page_size)
             own[:num_pages] = row.pages[:num_pages]
         places = write_places(rows, self._kv_pool)
-        sizes = [places.size * 2, table.size, len(rows), len(rows) + 1]
+        sizes = [places.size * 2, table.size, len(rows), len(starts)]
         packed = np.concatenate(
             [places.view(np.int32), table.ravel(), lengths, starts], dtype=np.int32
         )
@@ -78,7 +83,8 @@ class TritonAttention(StepAttention):
             parts[1].view(table.shape),
             parts[2],
             parts[3],
-            max(row.num_new for row in rows),
+            num_decode,
+            max(num_new[num_decode:], default=0),
         )
 
     def attend(
@@ -88,17 +94,20 @@ class TritonAttention(StepAttention):
         own: TritonStep = step.attention
         cache = self._kv_pool.layers[layer]
         write_kv(cache, own.write_index, k, v)
-        if own.max_query == 1:
-            return decode_attention(
-                q, cache, own.page_table, own.lengths, self._scale, self._window, self._workspace
+        n, parts = own.num_decode, []
+        if n:
+            table, lengths = own.page_table[:n], own.lengths[:n]
+            parts.append(
+                decode_attention(
+                    q[:n], cache, table, lengths, self._scale, self._window, self._workspace
+                )
             )
-        return prefill_attention(
-            q,
-            cache,
-            own.page_table,
-            own.query_starts,
-            own.lengths,
-            own.max_query,
-            self._scale,
-            self._window,
-        )
+        if own.max_query:
+            table, lengths = own.page_table[n:], own.lengths[n:]
+            starts, most = own.query_starts, own.max_query
+            parts.append(
+                prefill_attention(
+                    q[n:], cache, table, starts, lengths, most, self._scale, self._window
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
