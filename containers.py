@@ -62,6 +62,7 @@ class EngineContainer(containers.DeclarativeContainer):
         AttentionSpace,
         cfg=cfg.kernels,
         limits=cfg.scheduler,
+        paging=cfg.memory,
         model=model,
         device=device,
         ledger=ledger,

@@ -6,7 +6,7 @@ Shapes: T tokens, H query heads, K kv heads, D head_dim, P rotary_dim, pages of 
 import torch
 
 from engine.kernels.norm import rms_norm
-from engine.kernels.paged_attention import write_kv
+from engine.kernels.paged_attention import write_index, write_kv
 from engine.kernels.rope import apply_rope
 
 
@@ -33,14 +33,5 @@ def rope_write_kv(
         k = rms_norm(k, k_norm, eps)
     q, k = (apply_rope(x, cos[:, None], sin[:, None]) for x in (q, k))
     live = slots >= 0
-    write_kv(cache, _write_index(slots[live].long(), cache), k[live], v[live])
+    write_kv(cache, write_index(slots[live].long(), cache), k[live], v[live])
     return q.masked_fill(~live[:, None, None], 0)
-
-
-def _write_index(slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Where `write_kv` stores the tokens of `slots` [T], int64 [T * 2 * K]."""
-    _, pages, kv_heads, page_size, _ = cache.shape
-    sides = torch.arange(2, device=slots.device)[:, None] * pages
-    heads = torch.arange(kv_heads, device=slots.device)
-    rows = (slots[:, None, None] // page_size + sides) * kv_heads + heads
-    return (rows * page_size + slots[:, None, None] % page_size).flatten()

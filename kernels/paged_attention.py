@@ -49,6 +49,17 @@ def write_kv(cache: torch.Tensor, index: torch.Tensor, k: torch.Tensor, v: torch
     cache.view(-1, head_dim).index_copy_(0, index, torch.cat((k, v), 1).view(-1, head_dim))
 
 
+def write_index(slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Where `write_kv` stores the tokens of `slots` int64 [T], page * S + offset within the page:
+    int64 [T * 2 * K] on the slots' device. Only the shape of `cache` is looked at.
+    """
+    _, pages, kv_heads, page_size, _ = cache.shape
+    sides = torch.arange(2, device=slots.device)[:, None] * pages
+    heads = torch.arange(kv_heads, device=slots.device)
+    rows = (slots[:, None, None] // page_size + sides) * kv_heads + heads
+    return (rows * page_size + slots[:, None, None] % page_size).flatten()
+
+
 def _gather(
     cache: torch.Tensor, head_pages: torch.Tensor, num_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,10 +32,14 @@ class OpSet:
 
     @classmethod
     def select(cls, cfg: KernelsConfig, device: Device) -> "OpSet":
-        """The set that `kernels.ops` names. Raises ConfigError if it cannot run there."""
+        """The set that `kernels.ops` names. Raises ConfigError if it, or `kernels.attention`, which
+        is chosen apart, cannot run there.
+        """
+        for key, chosen in (("ops", cfg.ops), ("attention", cfg.attention)):
+            if chosen is KernelSet.triton:
+                device.check_triton(f"kernels.{key}")
         if cfg.ops is KernelSet.reference:
             return REFERENCE
-        device.check_triton("kernels.ops")
         from engine.kernels import fused_norm, fused_silu_mul
 
         return replace(

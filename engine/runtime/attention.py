@@ -22,6 +22,7 @@ from engine.kernels.paged_attention import (
     PrefillRow,
     decode_attention,
     prefill_attention,
+    write_index,
     write_kv,
 )
 from engine.layers.attention import AttentionBackend
@@ -81,18 +82,14 @@ def open_attention(
     return TritonAttention(name, kv_pool, model, space.decode, device.torch_device)
 
 
-def write_places(rows: Sequence[RowContext], kv_pool: KVPool) -> np.ndarray:
-    """Where keys and values of new tokens go, int64 [T * 2 * K] as `write_kv` takes it."""
-    _, _, kv_heads, page_size, _ = kv_pool.layers[0].shape
-    values_at = (kv_pool.num_pages + 1) * kv_heads
-    places = []
+def new_slots(rows: Sequence[RowContext], page_size: int) -> torch.Tensor:
+    """Where the rows' new tokens lie, page * page_size + offset within the page, int64 [T]."""
+    slots = []
     for row in rows:
         positions = np.arange(row.num_computed, row.num_computed + row.num_new)
         pages = np.asarray(row.pages)[positions // page_size]
-        head_pages = pages[:, None] * kv_heads + np.arange(kv_heads)
-        heads = np.concatenate((head_pages, head_pages + values_at), 1)
-        places.append(heads * page_size + (positions % page_size)[:, None])
-    return np.concatenate(places).ravel()
+        slots.append(pages * page_size + positions % page_size)
+    return torch.from_numpy(np.concatenate(slots))
 
 
 class PagedAttention(StepAttention):
@@ -102,7 +99,6 @@ class PagedAttention(StepAttention):
         self, cfg: KernelsConfig, kv_pool: KVPool, model: DecoderModel, device: Device
     ) -> None:
         self.name = cfg.attention.value
-        self._kv_pool = kv_pool
         self._caches = kv_pool.layers
         self._values_at = kv_pool.num_pages + 1
         self._null_page = kv_pool.null_page
@@ -129,8 +125,8 @@ class PagedAttention(StepAttention):
         groups = [group for key in sorted(decode) for group in self._decode_groups(decode[key])]
         if len(groups) == 1 and not prefill:
             groups = [replace(groups[0], rows=None)]
-        write_index = torch.from_numpy(write_places(rows, self._kv_pool))
-        return PagedStep(write_index.to(self._device), tuple(groups), tuple(prefill))
+        index = write_index(new_slots(rows, self._page_size), self._caches[0])
+        return PagedStep(index.to(self._device), tuple(groups), tuple(prefill))
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step

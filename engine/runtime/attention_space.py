@@ -4,13 +4,22 @@ is sized. Knows nothing of pages.
 
 from typing import Any
 
-from engine.config import KernelsConfig, KernelSet, SchedulerConfig
+from engine.config import KernelsConfig, KernelSet, MemoryConfig, SchedulerConfig
 from engine.device import Device
 from engine.memory.ledger import MemoryLedger
 from engine.models.decoder import DecoderModel
 
 # Multiprocessors of an H200, for plans made where no card can be asked.
 _NUM_SMS = 132
+_LEAST_TABLE_PAGES = 16
+
+
+def table_pages(num_tokens: int, page_size: int) -> int:
+    """Width of a page table for contexts of up to `num_tokens`: a power of two, for it decides how
+    rows are split and should seldom change.
+    """
+    pages = max(_LEAST_TABLE_PAGES, -(-num_tokens // page_size))
+    return 1 << (pages - 1).bit_length()
 
 
 class AttentionSpace:
@@ -20,16 +29,16 @@ class AttentionSpace:
         self,
         cfg: KernelsConfig,
         limits: SchedulerConfig,
+        paging: MemoryConfig,
         model: DecoderModel,
         device: Device,
         ledger: MemoryLedger,
     ) -> None:
-        """Reserve and allocate. Raises ConfigError if the kernels cannot run, CapacityError."""
+        """Reserve and allocate. Raises CapacityError."""
         self.decode: Any = None
         if cfg.attention is KernelSet.reference:
             self.receipt = ledger.reserve("attention", 0, "plain torch shares nothing")
             return
-        device.check_triton("kernels.attention")
         from engine.kernels import decode_attention as kernel
 
         kv_heads, head_dim, _ = model.kv_shape
@@ -40,7 +49,7 @@ class AttentionSpace:
             "heads": model.num_heads,
             "kv_heads": kv_heads,
             "head_dim": head_dim,
-            "max_tokens": 2 * model.max_model_len,  # page tables are padded to a power of two
+            "max_tokens": table_pages(model.max_model_len, paging.page_size) * paging.page_size,
             "num_sms": num_sms,
         }
         what = f"partial results of {limits.max_running_requests} rows"

@@ -14,30 +14,36 @@ import numpy as np
 import torch
 
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention
-from engine.kernels.paged_attention import write_kv
+from engine.kernels.paged_attention import write_index, write_kv
 from engine.kernels.prefill_attention import prefill_attention
 from engine.layers.step import Step
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderModel
-from engine.runtime.attention import RowContext, StepAttention, write_places
+from engine.runtime.attention import RowContext, StepAttention, new_slots
+from engine.runtime.attention_space import table_pages
 
-_LEAST_PAGES = 16
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Rows of one launch, int32: `page_table` [B, pages], `lengths` [B] with the new tokens."""
+
+    page_table: torch.Tensor
+    lengths: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TritonStep:
-    """A step as the kernels want it: int32, `write_index` int64 as `write_kv` takes it.
+    """A step as the kernels want it; `write_index` as `write_kv` takes it.
 
-    `page_table` [B, pages], `lengths` [B] with the new tokens. The first `num_decode` rows have one
-    new token each; the others, at most `max_query` each, have those from `query_starts`
-    [B - num_decode + 1] on, counted from the first of them.
+    The first `num_decode` tokens are those of the rows `decode`. The rows `prefill` have at most
+    `max_query` new tokens each, from `query_starts` int32 [B + 1] on, counted from the first.
     """
 
     write_index: torch.Tensor
-    page_table: torch.Tensor
-    lengths: torch.Tensor
-    query_starts: torch.Tensor
     num_decode: int
+    decode: PagedRows
+    prefill: PagedRows
+    query_starts: torch.Tensor
     max_query: int
 
 
@@ -66,24 +72,23 @@ class TritonAttention(StepAttention):
         num_new = [row.num_new for row in rows]
         num_decode = next((i for i, count in enumerate(num_new) if count > 1), len(rows))
         starts = np.cumsum([0, *num_new[num_decode:]])
-        # The width decides how rows are split: a power of two, so that it seldom changes.
-        most_pages = max(_LEAST_PAGES, -(-max(lengths) // page_size))
-        table = np.zeros((len(rows), 1 << (most_pages - 1).bit_length()), dtype=np.int32)
+        table = np.zeros((len(rows), table_pages(max(lengths), page_size)), dtype=np.int32)
         for own, row, length in zip(table, rows, lengths, strict=True):
             num_pages = -(-length // page_size)
             own[:num_pages] = row.pages[:num_pages]
-        places = write_places(rows, self._kv_pool)
-        sizes = [places.size * 2, table.size, len(rows), len(starts)]
+        index = write_index(new_slots(rows, page_size), self._kv_pool.layers[0]).numpy()
+        sizes = [index.size * 2, table.size, len(rows), len(starts)]
         packed = np.concatenate(
-            [places.view(np.int32), table.ravel(), lengths, starts], dtype=np.int32
+            [index.view(np.int32), table.ravel(), lengths, starts], dtype=np.int32
         )
         parts = torch.split(torch.from_numpy(packed).to(self._device, non_blocking=True), sizes)
+        tables, counts = parts[1].view(table.shape), parts[2]
         return TritonStep(
             parts[0].view(torch.int64),
-            parts[1].view(table.shape),
-            parts[2],
-            parts[3],
             num_decode,
+            PagedRows(tables[:num_decode], counts[:num_decode]),
+            PagedRows(tables[num_decode:], counts[num_decode:]),
+            parts[3],
             max(num_new[num_decode:], default=0),
         )
 
@@ -94,20 +99,32 @@ class TritonAttention(StepAttention):
         own: TritonStep = step.attention
         cache = self._kv_pool.layers[layer]
         write_kv(cache, own.write_index, k, v)
-        n, parts = own.num_decode, []
-        if n:
-            table, lengths = own.page_table[:n], own.lengths[:n]
-            parts.append(
-                decode_attention(
-                    q[:n], cache, table, lengths, self._scale, self._window, self._workspace
-                )
-            )
+        parts = []
+        if own.num_decode:
+            parts.append(self._decode(q[: own.num_decode], cache, own.decode))
         if own.max_query:
-            table, lengths = own.page_table[n:], own.lengths[n:]
-            starts, most = own.query_starts, own.max_query
-            parts.append(
-                prefill_attention(
-                    q[n:], cache, table, starts, lengths, most, self._scale, self._window
-                )
-            )
+            parts.append(self._prefill(q[own.num_decode :], cache, own))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(self, q: torch.Tensor, cache: torch.Tensor, rows: PagedRows) -> torch.Tensor:
+        return decode_attention(
+            q,
+            cache,
+            rows.page_table,
+            rows.lengths,
+            self._scale,
+            self._window,
+            self._workspace,
+        )
+
+    def _prefill(self, q: torch.Tensor, cache: torch.Tensor, own: TritonStep) -> torch.Tensor:
+        return prefill_attention(
+            q,
+            cache,
+            own.prefill.page_table,
+            own.query_starts,
+            own.prefill.lengths,
+            own.max_query,
+            self._scale,
+            self._window,
+        )

@@ -33,6 +33,23 @@ def test_tokens_are_those_of_peft(bases: Path, make_engine: Callable[..., Engine
     assert [list(c.token_ids) for c in served] == [ids[:6] for two in expected for ids in two]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels on the card")
+def test_large_pages_of_a_short_context(bases: Path, make_engine: Callable[..., Engine]) -> None:
+    """A page table is never narrower than some pages: the workspace must hold its splits, too."""
+    engine = make_engine(
+        bases / "llama",
+        kernels=TRITON,
+        model={"max_model_len": 32},
+        memory={"page_size": 64},
+        scheduler={"max_running_requests": 1},
+        memory_bytes=256 << 20,
+    )
+    case = json.loads((CASES / NAMES[0] / "expected.json").read_text())
+    sampling = engine.sampling_params(temperature=0.0, max_tokens=4, ignore_eos=True)
+    (served,) = engine.generate([case["prompts"][0]], sampling)
+    assert list(served.token_ids) == case["base_greedy_ids"][0][:4]
+
+
 @pytest.mark.parametrize("key", ["ops", "attention"])
 def test_without_a_card_they_are_refused(
     key: str, bases: Path, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
