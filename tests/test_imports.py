@@ -35,6 +35,7 @@ LEVELS = (
         "engine.wiring_graph",
         "engine.wiring_types",
     ),
+    ("engine.server",),
     ("engine.commands",),
     ("engine.cli", "engine.__main__"),
 )
