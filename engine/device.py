@@ -14,6 +14,7 @@ import torch
 from engine.config import DeviceConfig, DeviceKind
 from engine.errors import ConfigError
 
+_NUM_MULTIPROCESSORS = 132
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -48,6 +49,13 @@ class Device:
     def host_visible(self) -> bool:
         """Whether tensors of this device are ordinary host memory."""
         return self._real.type == "cpu"
+
+    @property
+    def num_multiprocessors(self) -> int:
+        """Of the card; those of an H200 where no card can be asked."""
+        if self.dry or self.host_visible:
+            return _NUM_MULTIPROCESSORS
+        return int(torch.cuda.get_device_properties(self._real).multi_processor_count)
 
     def check_triton(self, key: str) -> None:
         """Raise ConfigError if Triton kernels, chosen by the config's `key`, cannot run here: on

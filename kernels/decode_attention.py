@@ -9,7 +9,6 @@ programs finish change a bit of its result. Knows nothing of who holds which pag
 
 import math
 from dataclasses import dataclass
-from functools import cache as memoize
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -101,12 +100,6 @@ def decode_workspace(
         torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=device),
         num_sms,
     )
-
-
-@memoize
-def count_sms(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def decode_attention(

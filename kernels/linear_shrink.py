@@ -158,7 +158,10 @@ def _padded(tokens: int) -> int:
     return max(TILE, int(triton.next_power_of_2(tokens)))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "blocks", "products", "programs"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_tokens", "blocks", "products", "programs"],
+    do_not_specialize_on_alignment=["count_ptr"],
+)
 def _linear_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,

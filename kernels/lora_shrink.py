@@ -154,7 +154,9 @@ def _workspace_sizes(max_items: int, shapes: Iterable[tuple[int, int]]) -> tuple
     return max_items * parts * TILE * BLOCK, max_items * members
 
 
-@triton.jit(do_not_specialize=["num_tokens", "programs"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_tokens", "programs"], do_not_specialize_on_alignment=["count_ptr"]
+)
 def _shrink_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     a_ptr,

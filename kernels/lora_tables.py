@@ -1,4 +1,4 @@
-"""Which rows of the rank pool each token of a decode step uses, as tables on the device.
+"""Which rows of the rank pool each token of a step uses, as tables on the device.
 
 Tokens come in tiles of TILE neighbours, pool rows in blocks of BLOCK. An item is one block that
 some token of one tile uses, with a weight for each of the tile's tokens: 0 says not this one. Items
@@ -7,7 +7,8 @@ device: one captured graph serves every mix of adapters, ranks and base tokens. 
 biases) are items of a single pool row. Knows nothing of who owns which rows.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,8 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class TokenUse:
-    """Token `token` uses pool rows `row_start`..`row_stop`, multiples of BLOCK, with `weight`.
+    """`num_tokens` tokens from `token` on use pool rows `row_start`..`row_stop`, multiples of
+    BLOCK, with `weight`.
 
     `gain_row` and `bias_row` are pool rows of b that hold gain - 1 and a bias, None if there is
     none.
@@ -31,6 +33,7 @@ class TokenUse:
     weight: float = 1.0
     gain_row: int | None = None
     bias_row: int | None = None
+    num_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +50,15 @@ class Items:
 
     @staticmethod
     def num_numbers(max_tiles: int, max_items: int) -> int:
-        return max_tiles + 1 + max_items * (2 + TILE)
+        return sum(_part_sizes(max_tiles, max_items))
 
     @classmethod
     def of(cls, packed: torch.Tensor, max_tiles: int, max_items: int) -> "Items":
         """Views of `packed`, int32 [num_numbers]."""
-        sizes = [max_tiles + 1, max_items, max_items, max_items * TILE]
-        starts, tiles, rows, weights = torch.split(packed, sizes)
-        return cls(starts, tiles, rows, weights.view(torch.float32).view(max_items, TILE))
+        parts = torch.split(packed, _part_sizes(max_tiles, max_items))
+        starts, tiles, rows, weights = parts
+        weights = weights.view(torch.float32).view(max_items, TILE)
+        return cls(starts[: max_tiles + 1], tiles[:max_items], rows[:max_items], weights)
 
     @property
     def max_items(self) -> int:
@@ -102,21 +106,29 @@ class LoRATables:
         parts = zip(torch.split(packed, sizes), limits, strict=True)
         return cls(packed, *(Items.of(part, max_tiles, limit) for part, limit in parts))
 
+    @classmethod
+    def of(cls, uses: Sequence[TokenUse], num_tokens: int, device: torch.device) -> "LoRATables":
+        """Tables of `uses` in a step of `num_tokens`, no larger than they must be, by one copy that
+        does not wait.
+        """
+        found = _find(uses)
+        max_vectors = max(len(found.gains), len(found.biases))
+        host = cls.empty(num_tokens, len(found.blocks), max_vectors, torch.device("cpu"))
+        host._write(found)
+        if device.type == "cpu":
+            return host
+        tables = cls.empty(num_tokens, len(found.blocks), max_vectors, device)
+        tables.copy_from(host)
+        return tables
+
     def fill(self, uses: Sequence[TokenUse]) -> None:
         """Write `uses` on the host. Raises ValueError if they do not fit."""
-        blocks: dict[tuple[int, int], np.ndarray] = {}
-        gains: dict[tuple[int, int], np.ndarray] = {}
-        biases: dict[tuple[int, int], np.ndarray] = {}
-        for use in uses:
-            for row in range(use.row_start, use.row_stop, BLOCK):
-                _note(blocks, use, row)
-            if use.gain_row is not None:
-                _note(gains, use, use.gain_row)
-            if use.bias_row is not None:
-                _note(biases, use, use.bias_row)
-        self.blocks.fill(blocks)
-        self.gains.fill(gains)
-        self.biases.fill(biases)
+        self._write(_find(uses))
+
+    def _write(self, found: "_Found") -> None:
+        self.blocks.fill(found.blocks)
+        self.gains.fill(found.gains)
+        self.biases.fill(found.biases)
 
     def copy_from(self, host: "LoRATables") -> None:
         """Take the tables of `host`, of the same limits, by one copy that does not wait."""
@@ -132,9 +144,41 @@ class LoRATables:
             raise ValueError(f"tables are on {self.packed.device}, expected {x.device} as {name}")
 
 
-def _note(found: dict[tuple[int, int], np.ndarray], use: TokenUse, row: int) -> None:
-    tile, place = divmod(use.token, TILE)
-    weights = found.get((tile, row))
-    if weights is None:
-        weights = found[tile, row] = np.zeros(TILE, dtype=np.float32)
-    weights[place] += use.weight
+def _part_sizes(max_tiles: int, max_items: int) -> list[int]:
+    """Numbers of starts, tiles, rows and weights, each part padded to 16 bytes: kernels are
+    compiled for aligned addresses.
+    """
+    sizes = (max_tiles + 1, max_items, max_items, max_items * TILE)
+    return [-(-size // 4) * 4 for size in sizes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Weights float32 [TILE] by (tile, first pool row), of each kind of item."""
+
+    blocks: dict[tuple[int, int], np.ndarray]
+    gains: dict[tuple[int, int], np.ndarray]
+    biases: dict[tuple[int, int], np.ndarray]
+
+
+def _find(uses: Sequence[TokenUse]) -> _Found:
+    kinds: list[dict[tuple[int, int], np.ndarray]] = [
+        defaultdict(lambda: np.zeros(TILE, dtype=np.float32)) for _ in range(3)
+    ]
+    blocks, gains, biases = kinds
+    for use in uses:
+        for tile, own in _tiles(use):
+            for row in range(use.row_start, use.row_stop, BLOCK):
+                blocks[tile, row][own] += use.weight
+            if use.gain_row is not None:
+                gains[tile, use.gain_row][own] += use.weight
+            if use.bias_row is not None:
+                biases[tile, use.bias_row][own] += use.weight
+    return _Found(*kinds)
+
+
+def _tiles(use: TokenUse) -> Iterator[tuple[int, slice]]:
+    """The tiles that the use's tokens lie in, and their places there."""
+    stop = use.token + use.num_tokens
+    for tile in range(use.token // TILE, -(-stop // TILE)):
+        yield tile, slice(max(use.token - tile * TILE, 0), min(stop - tile * TILE, TILE))

@@ -16,7 +16,11 @@ from engine.kernels.linear import has_blocked_layout, linear, pack_weight
 
 @dataclass(frozen=True, slots=True)
 class OpSet:
-    """One callable per op; signatures are those of the plain-torch references beside this file."""
+    """One callable per op; signatures are those of the plain-torch references beside this file.
+
+    `lora_by_tables`: `bind_lora` takes a TableWork in the place of a LoRAWork. An adapter's pool
+    rows come in multiples of `row_alignment`.
+    """
 
     linear: Callable[..., torch.Tensor]
     pack_weight: Callable[[torch.Tensor], torch.Tensor]
@@ -29,6 +33,8 @@ class OpSet:
     add_lora: Callable[..., None]
     add_embedding_lora: Callable[..., None]
     saved_deltas: Callable[..., list[torch.Tensor]]
+    lora_by_tables: bool
+    row_alignment: int
 
     @classmethod
     def select(cls, cfg: KernelsConfig, device: Device) -> "OpSet":
@@ -40,13 +46,18 @@ class OpSet:
                 device.check_triton(f"kernels.{key}")
         if cfg.ops is KernelSet.reference:
             return REFERENCE
-        from engine.kernels import fused_norm, fused_silu_mul
+        from engine.kernels import fused_lora, fused_norm, fused_silu_mul
+        from engine.kernels.lora_tables import BLOCK
 
         return replace(
             REFERENCE,
             rms_norm=fused_norm.rms_norm,
             add_rms_norm=fused_norm.add_rms_norm,
             silu_mul=fused_silu_mul.silu_mul,
+            bind_lora=fused_lora.bind_lora,
+            add_lora=fused_lora.add_lora,
+            lora_by_tables=True,
+            row_alignment=BLOCK,
         )
 
 
@@ -62,4 +73,6 @@ REFERENCE = OpSet(
     add_lora=lora.add_lora,
     add_embedding_lora=lora.add_embedding_lora,
     saved_deltas=lora.saved_deltas,
+    lora_by_tables=False,
+    row_alignment=8,
 )

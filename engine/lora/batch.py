@@ -68,6 +68,24 @@ class Segment:
         return self.row_stop - self.row_start
 
 
+@dataclass(frozen=True, slots=True)
+class Users:
+    """A part's portions: those whose adapter has pool rows for it, and those whose adapter replaces
+    `module`, the embedding or the head, whole.
+    """
+
+    module: str | None
+    with_rows: tuple[Portion, ...]
+    with_saved: tuple[Portion, ...]
+
+
+def find_users(part: Part, portions: Sequence[Portion]) -> Users:
+    module = {Part.embedding: EMBEDDING, Part.head: HEAD}.get(part)
+    with_rows = tuple(own for own in portions if part in own.placement.layout.parts)
+    with_saved = tuple(own for own in portions if module in own.placement.layout.saved)
+    return Users(module, with_rows, with_saved)
+
+
 def bind_work(
     part: Part, portions: Sequence[Portion], device: torch.device, dtype: torch.dtype
 ) -> LoRAWork | None:
@@ -75,24 +93,28 @@ def bind_work(
 
     `portions` must ascend in tokens. Weights become tensors of `dtype`.
     """
-    with_rows = [own for own in portions if part in own.placement.layout.parts]
-    module = {Part.embedding: EMBEDDING, Part.head: HEAD}.get(part)
-    with_saved = [own for own in portions if module in own.placement.layout.saved]
-    if not with_rows and not with_saved:
+    users = find_users(part, portions)
+    with_rows = users.with_rows
+    if not with_rows and not users.with_saved:
         return None
     in_runs = [own for own in with_rows if part is Part.layers and own.in_runs]
     loose = [own for own in with_rows if part is not Part.layers or not own.in_runs]
     gains = [own for own in with_rows if own.placement.layout.gain_row is not None]
     # An embedding has no biases, whatever other parts of the adapter have.
-    biased = [] if part is Part.embedding else with_rows
+    biased = () if part is Part.embedding else with_rows
     biases = [own for own in biased if own.placement.layout.bias_row is not None]
     return LoRAWork(
         bind_runs(_segments(in_runs), device),
         tuple(_loose(own, device, dtype) for own in loose),
         _vectors([(own, own.placement.layout.gain_row) for own in gains], device, dtype),
         _vectors([(own, own.placement.layout.bias_row) for own in biases], device, dtype),
-        tuple(_saved(own, str(module), device, dtype) for own in with_saved),
+        bind_saved(users, device, dtype),
     )
+
+
+def bind_saved(users: Users, device: torch.device, dtype: torch.dtype) -> tuple[SavedRows, ...]:
+    """Tokens and matrices of the portions whose adapter replaces the part's module."""
+    return tuple(_saved(own, str(users.module), device, dtype) for own in users.with_saved)
 
 
 def bind_runs(segments: Sequence[Segment], device: torch.device) -> tuple[LoRARun, ...]:

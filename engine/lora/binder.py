@@ -3,30 +3,47 @@ per token.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
-
-from engine.kernels.lora import LoRAWork
+from engine.device import Device
 from engine.lora.adapter import Part
 from engine.lora.batch import Placement, Portion, bind_work
+from engine.models.decoder import DecoderModel
 
 Row = tuple[Sequence[tuple[Placement, float]], int]
+Key = tuple[tuple[Portion, ...], int]
 
 
 class StepBinder:
     """One binding per part of the model, valid as long as the same rows come."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device = device
-        self._dtype = dtype
-        self._bound: dict[Part, tuple[tuple[Portion, ...], LoRAWork | None]] = {}
+    def __init__(self, model: DecoderModel, device: Device) -> None:
+        self._device = device.torch_device
+        self._dtype = model.dtype
+        self._bound: dict[Part, tuple[Key, Any]] = {}
+        self._limits = None
+        if model.ops.lora_by_tables:
+            from engine.lora.table_batch import TableLimits
 
-    def bind(self, part: Part, rows: Sequence[Row]) -> LoRAWork | None:
-        """`rows`: (placement, weight) of each of the row's adapters, and its number of tokens."""
-        key = _portions(rows)
+            linears = (*model.linears(), model.head)
+            shapes = frozenset((len(own.members), own.in_features) for own in linears)
+            self._limits = TableLimits(shapes, device.num_multiprocessors)
+
+    def bind(self, part: Part, rows: Sequence[Row]) -> Any:
+        """`rows`: (placement, weight) of each of the row's adapters, and its number of tokens. What
+        the ops' `bind_lora` takes, or None if no adapter changes the part.
+        """
+        key = (_portions(rows), sum(num_tokens for _, num_tokens in rows))
         if part not in self._bound or self._bound[part][0] != key:
-            self._bound[part] = (key, bind_work(part, key, self._device, self._dtype))
+            self._bound[part] = (key, self._bind(part, *key))
         return self._bound[part][1]
+
+    def _bind(self, part: Part, portions: tuple[Portion, ...], num_tokens: int) -> Any:
+        if self._limits is None or part is Part.embedding:
+            return bind_work(part, portions, self._device, self._dtype)
+        from engine.lora.table_batch import bind_tables
+
+        return bind_tables(part, portions, num_tokens, self._limits, self._device, self._dtype)
 
 
 def _portions(rows: Sequence[Row]) -> tuple[Portion, ...]:

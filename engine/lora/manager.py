@@ -17,7 +17,6 @@ from loguru import logger
 from engine.config import LoRAConfig
 from engine.device import Device
 from engine.errors import AdapterError
-from engine.kernels.lora import LoRAWork
 from engine.lora.adapter import HostAdapter, LoadReport, Part
 from engine.lora.adapter_file import adapter_from_tensors, read_adapter
 from engine.lora.base import AdapterBase
@@ -44,7 +43,7 @@ class LoRAManager:
         self._device = device
         self._residency = Residency(cfg, model, device, ledger)
         self._base = AdapterBase(model)
-        self._binder = StepBinder(device.torch_device, model.dtype)
+        self._binder = StepBinder(model, device)
         self._by_id: dict[str, Loaded] = {}
         self._by_name: dict[str, str] = {}
         self._num_open_together = 0
@@ -144,9 +143,9 @@ class LoRAManager:
 
     # ------------------------------------------------------------------ a step
 
-    def bind(self, part: Part, rows: Sequence[tuple[Sequence[LoRAUse], int]]) -> LoRAWork | None:
-        """Bind a step's rows, (adapters, tokens) each, for one part of the model; None if no
-        adapter changes it.
+    def bind(self, part: Part, rows: Sequence[tuple[Sequence[LoRAUse], int]]) -> Any:
+        """Bind a step's rows, (adapters, tokens) each, for one part of the model: what its layers
+        take, None if no adapter changes it.
         """
         if not any(uses for uses, _ in rows):
             return None

@@ -1,11 +1,9 @@
 """Row ranges of the rank pool: who may write where. Knows no tensors."""
 
-ROW_ALIGNMENT = 8
 
-
-def aligned_rows(num_rows: int) -> int:
-    """Rows that an adapter of `num_rows` ranks and vectors occupies."""
-    return -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
+def aligned_rows(num_rows: int, alignment: int) -> int:
+    """`num_rows`, rounded up to a multiple of `alignment`."""
+    return -(-num_rows // alignment) * alignment
 
 
 class RankRanges:

@@ -42,7 +42,7 @@ class LinearLoRA(Delta):
         self.a = device.zeros(shape, dtype)
         self.b = device.zeros((num_rows, sum(linear.widths)), dtype)
         self._matrices = matrices
-        self._work: LoRAWork | None = None
+        self._work: Any = None
         self._bound: Any = None
 
     @staticmethod
@@ -50,8 +50,10 @@ class LinearLoRA(Delta):
         """Numbers that one rank row costs in this layer."""
         return len(linear.members) * linear.in_features + sum(linear.widths)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, work: LoRAWork) -> None:
-        """y [T, O] += the bound adapters' deltas of x [T, I]."""
+    def add(self, x: torch.Tensor, y: torch.Tensor, work: Any) -> None:
+        """y [T, O] += the bound adapters' deltas of x [T, I]. `work`: what the ops' `bind_lora`
+        takes.
+        """
         if work is not self._work:
             self._work = work
             self._bound = self.ops.bind_lora(self.a, self.b, self.widths, self.linear.bias, work)

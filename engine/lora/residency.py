@@ -47,14 +47,16 @@ class Residency:
     ) -> None:
         """Reserve and allocate the pool. Raises CapacityError."""
         self.max_rank = cfg.max_lora_rank
-        num_rows, num_matrices = _pool_rows(cfg), _pool_matrices(cfg, device)
+        alignment = model.ops.row_alignment
+        num_rows, num_matrices = _pool_rows(cfg, alignment), _pool_matrices(cfg, device)
         self.pool = RankPool(model, num_rows, num_matrices, device, ledger)
         self.slots = Slots(
             cfg.max_loras_per_batch,
             num_rows,
-            aligned_rows(cfg.max_lora_rank + MAX_VECTOR_ROWS),
+            aligned_rows(cfg.max_lora_rank + MAX_VECTOR_ROWS, alignment),
             cfg.eviction,
             num_matrices,
+            alignment,
         )
 
     @property
@@ -133,7 +135,7 @@ class Residency:
                 f"adapter {name!r} has rank {layout.rank}, lora.max_lora_rank is "
                 f"{self.max_rank}; raise it"
             )
-        if aligned_rows(layout.num_rows) > self.pool.num_rows:
+        if self.slots.aligned_rows(layout.num_rows) > self.pool.num_rows:
             raise AdapterError(
                 f"adapter {name!r} needs {layout.num_rows} rows (ranks, biases, gains), the pool "
                 f"has {self.pool.num_rows}; raise lora.pool_rank_rows"
@@ -183,7 +185,7 @@ class Residency:
         return resident is not None and resident.pinned
 
 
-def _pool_rows(cfg: LoRAConfig) -> int:
+def _pool_rows(cfg: LoRAConfig, alignment: int) -> int:
     """Rows of the pool: as configured, else 16 a slot and at least one adapter of the largest
     rank.
     """
@@ -192,7 +194,7 @@ def _pool_rows(cfg: LoRAConfig) -> int:
     rows = cfg.pool_rank_rows
     if rows is None:
         rows = max(cfg.max_lora_rank + MAX_VECTOR_ROWS, 16 * cfg.max_loras_per_batch)
-    return aligned_rows(rows)
+    return aligned_rows(rows, alignment)
 
 
 def _pool_matrices(cfg: LoRAConfig, device: Device) -> int:

@@ -32,7 +32,8 @@ class Resident:
 class Slots:
     """At most `num_slots` residents over `num_rows` rows and `num_matrices` matrices.
 
-    `max_rows` are those that an adapter of the largest rank may need.
+    `max_rows` are those that an adapter of the largest rank may need; rows are given out in
+    multiples of `row_alignment`.
     """
 
     def __init__(
@@ -42,18 +43,24 @@ class Slots:
         max_rows: int,
         policy: EvictionPolicy,
         num_matrices: int = 0,
+        row_alignment: int = 8,
     ) -> None:
         self.num_slots = num_slots
         self.max_rows = max_rows
         self.policy = policy
         self.ranges = RankRanges(num_rows)
         self.num_matrices = num_matrices
+        self._row_alignment = row_alignment
         self._residents: dict[str, Resident] = {}
         self._clock = 0
 
     @property
     def residents(self) -> tuple[Resident, ...]:
         return tuple(self._residents.values())
+
+    def aligned_rows(self, num_rows: int) -> int:
+        """Rows that an adapter of `num_rows` ranks and vectors occupies."""
+        return aligned_rows(num_rows, self._row_alignment)
 
     def get(self, lora_id: str) -> Resident | None:
         return self._residents.get(lora_id)
@@ -81,7 +88,7 @@ class Slots:
         assert lora_id not in self._residents
         if pinned:
             self.check_pin()
-        num_rows = aligned_rows(num_rows)
+        num_rows = self.aligned_rows(num_rows)
         victims = self._victims(num_rows, num_matrices, evict)
         if victims is None:
             return None
@@ -112,7 +119,7 @@ class Slots:
         ranges = RankRanges(self.ranges.num_rows)
         for resident in pinned:
             ranges.take_at(resident.row_start, resident.num_rows)
-        return all(ranges.take(aligned_rows(own)) is not None for own in rows)
+        return all(ranges.take(self.aligned_rows(own)) is not None for own in rows)
 
     def remove(self, lora_id: str) -> None:
         """Free slot and range of an adapter that nobody uses."""

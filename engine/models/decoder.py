@@ -125,6 +125,7 @@ class DecoderModel:
         self.name = checkpoint.name
         self.dtype: torch.dtype = getattr(torch, cfg.dtype.value)
         self.device = device
+        self.ops = ops
         self.max_model_len = cfg.max_model_len or self.spec.max_position_embeddings
         if self.max_model_len > self.spec.max_position_embeddings:
             raise ConfigError(

@@ -9,8 +9,6 @@ from engine.device import Device
 from engine.memory.ledger import MemoryLedger
 from engine.models.decoder import DecoderModel
 
-# Multiprocessors of an H200, for plans made where no card can be asked.
-_NUM_SMS = 132
 _LEAST_TABLE_PAGES = 16
 
 
@@ -42,15 +40,13 @@ class AttentionSpace:
         from engine.kernels import decode_attention as kernel
 
         kv_heads, head_dim, _ = model.kv_shape
-        on_card = not device.dry and not device.host_visible
-        num_sms = kernel.count_sms(device.torch_device) if on_card else _NUM_SMS
         sizes = {
             "max_rows": limits.max_running_requests,
             "heads": model.num_heads,
             "kv_heads": kv_heads,
             "head_dim": head_dim,
             "max_tokens": table_pages(model.max_model_len, paging.page_size) * paging.page_size,
-            "num_sms": num_sms,
+            "num_sms": device.num_multiprocessors,
         }
         what = f"partial results of {limits.max_running_requests} rows"
         num_bytes = kernel.decode_workspace_bytes(**sizes)

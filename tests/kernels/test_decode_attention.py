@@ -10,7 +10,6 @@ from engine.kernels import attention_reference as reference
 from engine.kernels.decode_attention import (
     DecodeTile,
     DecodeWorkspace,
-    count_sms,
     decode_attention,
     decode_workspace,
     decode_workspace_bytes,
@@ -280,7 +279,7 @@ def test_real_shapes_in_a_graph(
         page_size=16,
         window=window,
         dtype=dtype,
-        num_sms=count_sms(DEVICE),
+        num_sms=torch.cuda.get_device_properties(DEVICE).multi_processor_count,
         max_pages=8192 // 16,
     )
     whole = check(given)
@@ -315,6 +314,6 @@ def test_real_head_dims(head_dim: int, dtype: torch.dtype, group: int, page_size
             head_dim=head_dim,
             page_size=page_size,
             dtype=dtype,
-            num_sms=count_sms(DEVICE),
+            num_sms=torch.cuda.get_device_properties(DEVICE).multi_processor_count,
         )
     )

@@ -17,10 +17,12 @@ Weights = dict[tuple[int, int], float]
 # Weights that add up exactly in any order.
 weights = st.sampled_from([1.0, 0.5, -0.25, 2.0, -2.0, 0.0])
 uses = st.builds(
-    lambda token, block, blocks, weight, gain_row, bias_row: TokenUse(
-        token, block * BLOCK, (block + blocks) * BLOCK, weight, gain_row, bias_row
+    lambda span, block, blocks, weight, gain_row, bias_row: TokenUse(
+        span[0], block * BLOCK, (block + blocks) * BLOCK, weight, gain_row, bias_row, span[1]
     ),
-    st.integers(0, MAX_TOKENS - 1),
+    st.integers(0, MAX_TOKENS - 1).flatmap(
+        lambda token: st.tuples(st.just(token), st.integers(1, MAX_TOKENS - token))
+    ),
     st.integers(0, 6),
     st.integers(0, 3),
     weights,
@@ -37,9 +39,10 @@ def expected(found: list[TokenUse], rows: Callable[[TokenUse], list[int]]) -> We
     """Sum of weights by (token, row); tokens of a tile that do not use a row have weight 0."""
     sums: Weights = defaultdict(float)
     for use in found:
+        own = range(use.token, use.token + use.num_tokens)
         for row in rows(use):
-            for token in range(use.token // TILE * TILE, use.token // TILE * TILE + TILE):
-                sums[token, row] += use.weight if token == use.token else 0.0
+            for token in range(own[0] // TILE * TILE, own[-1] // TILE * TILE + TILE):
+                sums[token, row] += use.weight if token in own else 0.0
     return dict(sums)
 
 
@@ -79,6 +82,9 @@ def test_tables_say_what_uses_say(first: list[TokenUse], second: list[TokenUse])
         check(host, found)
         device.copy_from(host)
         check(device, found)
+        exact = LoRATables.of(found, MAX_TOKENS, CPU)
+        check(exact, found)
+        assert exact.blocks.max_items == int(exact.blocks.starts[-1])
 
 
 def test_no_uses() -> None:
@@ -110,16 +116,16 @@ def test_limits(limit: str) -> None:
 
 
 def test_one_address() -> None:
-    """All views lie in `packed`, one after the other, and none overlaps another."""
-    tables = empty()
+    """All views lie in `packed`, one after the other, each at a multiple of 16 bytes."""
+    tables = LoRATables.empty(44, 5, 3, CPU)
     parts = [
         part
         for items in (tables.blocks, tables.gains, tables.biases)
         for part in (items.starts, items.tiles, items.rows, items.weights)
     ]
-    assert sum(part.numel() for part in parts) == tables.packed.numel()
-    address = tables.packed.data_ptr()
+    place = 0
     for part in parts:
-        assert part.data_ptr() == address and part.is_contiguous()
-        address += part.numel() * 4
+        assert part.data_ptr() == tables.packed.data_ptr() + place and part.is_contiguous()
+        place += -(-part.numel() // 4) * 16
+    assert place == tables.packed.numel() * 4
     assert not tables.packed.any()

@@ -65,4 +65,5 @@ TestRanges.settings = settings(max_examples=50, stateful_step_count=30, deadline
 
 
 def test_alignment() -> None:
-    assert [aligned_rows(rank) for rank in (1, 8, 9, 64)] == [8, 8, 16, 64]
+    assert [aligned_rows(rank, 8) for rank in (1, 8, 9, 64)] == [8, 8, 16, 64]
+    assert [aligned_rows(rank, 16) for rank in (1, 16, 17)] == [16, 16, 32]

@@ -11,6 +11,8 @@ from peft import LoraConfig, get_peft_model
 from tests_support import prompt_logits
 from transformers import AutoModelForCausalLM
 
+from engine.config import KernelsConfig, KernelSet
+
 PROMPT = [1, 267, 334, 339, 326, 344, 330]
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
@@ -47,6 +49,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
     ),
 }
+# Kinds that between them take every way through the tables of the Triton kernels.
+BY_TABLES = ("both_biases", "dora_biased", "dora_fused", "dora_vocabulary", "saved_both")
 
 
 def make(kind: str, bases: Path, folder: Path) -> torch.Tensor:
@@ -65,12 +69,17 @@ def make(kind: str, bases: Path, folder: Path) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [(kind, KernelSet.reference) for kind in sorted(KINDS)]
+    + [(kind, KernelSet.triton) for kind in BY_TABLES],
+)
 def test_a_kind_gives_pefts_logits(
-    kind: str, bases: Path, make_engine: Any, tmp_path: Path
+    kind: str, kernels: KernelSet, bases: Path, make_engine: Any, tmp_path: Path
 ) -> None:
     expected = make(kind, bases, tmp_path)
-    engine = make_engine(bases / KINDS[kind][0], memory_bytes=128 << 20)
+    ops = KernelsConfig(ops=kernels)
+    engine = make_engine(bases / KINDS[kind][0], kernels=ops, memory_bytes=128 << 20)
     engine.load_adapter(kind, tmp_path)
     before = prompt_logits(engine, PROMPT, None)
     found = prompt_logits(engine, PROMPT, kind)
@@ -79,11 +88,13 @@ def test_a_kind_gives_pefts_logits(
     assert (found - before).abs().max() > 0.1, "the adapter changes something"
 
 
+@pytest.mark.parametrize(("kernels", "max_tokens"), [("reference", 8), ("triton", 2)])
 def test_all_kinds_in_one_batch_equal_one_by_one(
-    bases: Path, make_engine: Any, tmp_path: Path
+    kernels: str, max_tokens: int, bases: Path, make_engine: Any, tmp_path: Path
 ) -> None:
     engine = make_engine(
         bases / "llama",
+        kernels=KernelsConfig(ops=KernelSet[kernels]),
         lora={"max_loras_per_batch": 8, "max_lora_rank": 8, "saved_modules": 3},
         memory_bytes=128 << 20,
     )
@@ -92,7 +103,7 @@ def test_all_kinds_in_one_batch_equal_one_by_one(
         make(kind, bases, tmp_path / kind)
         engine.load_adapter(kind, tmp_path / kind)
     wanted: list[Any] = [None, *kinds, None, {"dora": 0.5}, {"plain": 0.7, "saved_both": 0.4}]
-    sampling = engine.sampling_params(max_tokens=8, ignore_eos=True)
+    sampling = engine.sampling_params(max_tokens=max_tokens, ignore_eos=True)
     prompts = [PROMPT[: 2 + index % 4] for index in range(len(wanted))]
     alone = [engine.generate([p], sampling, [a])[0] for p, a in zip(prompts, wanted, strict=True)]
     together = engine.generate(prompts, sampling, wanted)
