@@ -22,9 +22,12 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step
+        self, layer: "Attention", qkv: torch.Tensor, rotation: "Rotation", step: Step
     ) -> torch.Tensor:
-        """Store k, v [T, K, D] of `layer` and return q's [T, H, D] causal attention, [T, H * D]."""
+        """qkv [T, (H + 2K) * D] as projected -> causal attention [T, H * D].
+
+        Norms of `layer`'s q and k and their rotation come before; keys and values are stored.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,14 @@ class Attention:
         self, x: torch.Tensor, rotation: Rotation, backend: AttentionBackend, step: Step
     ) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        qkv = self.qkv(x, step.lora).view(x.shape[0], -1, self.head_dim)
+        qkv = self.qkv(x, step.lora)
+        return self.output(backend.attend(self, qkv, rotation, step), step.lora)
+
+    def rotated(
+        self, qkv: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """qkv as projected -> q [T, H, D] and k [T, K, D], normed and rotated, and v [T, K, D]."""
+        qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
         rotated = self.num_heads + self.num_kv_heads
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         if self.q_norm is not None and self.k_norm is not None:
@@ -74,8 +84,7 @@ class Attention:
                 (self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), 1
             )
         qk = self.ops.apply_rope(qk, rotation.cos, rotation.sin)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        return self.output(backend.attend(self.layer, q, k, v, step), step.lora)
+        return qk[:, : self.num_heads], qk[:, self.num_heads :], v
 
     def slots(self) -> dict[str, WeightSlot]:
         slots = (

@@ -25,7 +25,7 @@ from engine.kernels.paged_attention import (
     write_index,
     write_kv,
 )
-from engine.layers.attention import AttentionBackend
+from engine.layers.attention import Attention, AttentionBackend, Rotation
 from engine.layers.step import Step
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderModel
@@ -129,11 +129,12 @@ class PagedAttention(StepAttention):
         return PagedStep(index.to(self._device), tuple(groups), tuple(prefill))
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step
+        self, layer: Attention, qkv: torch.Tensor, rotation: Rotation, step: Step
     ) -> torch.Tensor:
-        """Store k, v [T, K, D], return [T, H * D]."""
+        """qkv [T, (H + 2K) * D] -> [T, H * D]."""
         paged: PagedStep = step.attention
-        cache = self._caches[layer]
+        cache = self._caches[layer.layer]
+        q, k, v = layer.rotated(qkv, rotation)
         write_kv(cache, paged.write_index, k, v)
         if len(paged.decode) == 1 and paged.decode[0].rows is None:
             return decode_attention(q, cache, paged.decode[0], self._scale)

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention
-from engine.kernels.paged_attention import write_index, write_kv
+from engine.kernels.fused_rope import rope_write_kv
 from engine.kernels.prefill_attention import prefill_attention
+from engine.layers.attention import Attention, Rotation
 from engine.layers.step import Step
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderModel
@@ -33,13 +34,13 @@ class PagedRows:
 
 @dataclass(frozen=True, slots=True)
 class TritonStep:
-    """A step as the kernels want it; `write_index` as `write_kv` takes it.
+    """A step as the kernels want it; `slots` int32 [T] as `rope_write_kv` takes them.
 
     The first `num_decode` tokens are those of the rows `decode`. The rows `prefill` have at most
     `max_query` new tokens each, from `query_starts` int32 [B + 1] on, counted from the first.
     """
 
-    write_index: torch.Tensor
+    slots: torch.Tensor
     num_decode: int
     decode: PagedRows
     prefill: PagedRows
@@ -76,15 +77,13 @@ class TritonAttention(StepAttention):
         for own, row, length in zip(table, rows, lengths, strict=True):
             num_pages = -(-length // page_size)
             own[:num_pages] = row.pages[:num_pages]
-        index = write_index(new_slots(rows, page_size), self._kv_pool.layers[0]).numpy()
-        sizes = [index.size * 2, table.size, len(rows), len(starts)]
-        packed = np.concatenate(
-            [index.view(np.int32), table.ravel(), lengths, starts], dtype=np.int32
-        )
+        slots = new_slots(rows, page_size).numpy()
+        sizes = [slots.size, table.size, len(rows), len(starts)]
+        packed = np.concatenate([slots, table.ravel(), lengths, starts], dtype=np.int32)
         parts = torch.split(torch.from_numpy(packed).to(self._device, non_blocking=True), sizes)
         tables, counts = parts[1].view(table.shape), parts[2]
         return TritonStep(
-            parts[0].view(torch.int64),
+            parts[0],
             num_decode,
             PagedRows(tables[:num_decode], counts[:num_decode]),
             PagedRows(tables[num_decode:], counts[num_decode:]),
@@ -93,12 +92,23 @@ class TritonAttention(StepAttention):
         )
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step
+        self, layer: Attention, qkv: torch.Tensor, rotation: Rotation, step: Step
     ) -> torch.Tensor:
-        """Store k, v [T, K, D], return [T, H * D]."""
+        """qkv [T, (H + 2K) * D] -> [T, H * D]."""
         own: TritonStep = step.attention
-        cache = self._kv_pool.layers[layer]
-        write_kv(cache, own.write_index, k, v)
+        cache = self._kv_pool.layers[layer.layer]
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        q = rope_write_kv(
+            qkv,
+            rotation.cos[:, 0],
+            rotation.sin[:, 0],
+            cache,
+            own.slots,
+            layer.num_heads,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+        )
         parts = []
         if own.num_decode:
             parts.append(self._decode(q[: own.num_decode], cache, own.decode))

@@ -12,6 +12,7 @@ import torch
 
 from engine.config import KernelsConfig, KernelSet
 from engine.kernels.decode_attention import decode_workspace
+from engine.layers.attention import Rotation
 from engine.runtime.attention import PagedAttention, RowContext, open_attention
 
 HEADS, KV_HEADS, DIM, PAGE, NUM_PAGES = 6, 2, 16, 4, 64
@@ -42,6 +43,27 @@ class Model:
 
 class Cpu:
     torch_device = torch.device("cpu")
+
+
+class Layer:
+    """An attention layer whose q and k are neither normed nor rotated."""
+
+    layer, num_heads, num_kv_heads = 0, HEADS, KV_HEADS
+    q_norm = k_norm = None
+
+    def rotated(self, qkv: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+        return qkv.view(-1, HEADS + 2 * KV_HEADS, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
+
+
+def attend(
+    backend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: object
+) -> torch.Tensor:
+    cos = torch.ones(len(q), 1, DIM)
+    qkv = torch.cat((q, k, v), 1).flatten(1)
+    out: torch.Tensor = backend.attend(
+        Layer(), qkv, Rotation(cos, torch.zeros_like(cos)), FakeStep(prepared)
+    )
+    return out
 
 
 class FakeStep:
@@ -101,12 +123,12 @@ def test_chunked_prefill_and_decode_of_a_mixed_batch(
         active = [i for i, n in enumerate(lengths) if done[i] < n]
         spans = {i: (done[i], min(lengths[i], done[i] + chunk)) for i in active}
         rows = [RowContext(owned[i], start, stop - start) for i, (start, stop) in spans.items()]
-        step = FakeStep(backend.prepare(rows))
+        prepared = backend.prepare(rows)
         q, k, v = (
             torch.cat([source[i][start:stop] for i, (start, stop) in spans.items()])
             for source in (qs, ks, vs)
         )
-        out = backend.attend(0, q, k, v, step).view(-1, HEADS, DIM)  # type: ignore[arg-type]
+        out = attend(backend, q, k, v, prepared).view(-1, HEADS, DIM)
         offset = 0
         for i, (start, stop) in spans.items():
             results[i].append(out[offset : offset + stop - start])
@@ -130,5 +152,5 @@ def test_padding_reads_the_null_page_only() -> None:
     paged = backend.prepare(rows)
     assert len(paged.decode) == 1
     q, k, v = (torch.randn(2, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    assert backend.attend(0, q, k, v, FakeStep(paged)).isfinite().all()  # type: ignore[arg-type]
+    assert attend(backend, q, k, v, paged).isfinite().all()
     assert (cache[:, pool.null_page] == 0).all()
