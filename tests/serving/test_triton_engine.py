@@ -5,9 +5,11 @@ one batch, prompts in chunks.
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
 from engine.config import KernelsConfig, KernelSet
 from engine.errors import ConfigError
@@ -16,6 +18,17 @@ from engine.serving.engine import Engine
 CASES = Path(__file__).parent.parent / "data" / "cases"
 TRITON = KernelsConfig(ops=KernelSet.triton, attention=KernelSet.triton)
 NAMES = ("c00_control_all7", "c08_dora")
+SMALL: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs it on the card")
@@ -31,6 +44,34 @@ def test_tokens_are_those_of_peft(bases: Path, make_engine: Callable[..., Engine
     served = engine.generate(prompts * 3, sampling, [None] * 2 + [n for n in NAMES for _ in "ab"])
     expected = [cases[0]["base_greedy_ids"][:2], *(case["greedy_ids"][:2] for case in cases)]
     assert [list(c.token_ids) for c in served] == [ids[:6] for two in expected for ids in two]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels on the card")
+@pytest.mark.parametrize(
+    "config",
+    [hf.Qwen3Config(**SMALL), hf.MistralConfig(**SMALL, sliding_window=5)],
+    ids=["qk_norm", "window"],
+)
+def test_architectures(
+    config: hf.PreTrainedConfig, make_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    model.save_pretrained(tmp_path)
+    prompt = [5, 9, 300, 17, 44, 8, 120, 33, 250]
+    whole = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)
+    engine = make_engine(
+        tmp_path,
+        kernels=TRITON,
+        scheduler={"max_step_tokens": 7, "max_running_requests": 2},
+        memory_bytes=128 << 20,
+    )
+    sampling = engine.sampling_params(temperature=0.0, max_tokens=4, ignore_eos=True)
+    (served,) = engine.generate([prompt], sampling)
+    assert list(served.token_ids) == whole[0, len(prompt) :].tolist()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels on the card")
