@@ -21,6 +21,9 @@ from engine.models.decoder import DecoderModel
 from engine.parallel.topology import Topology
 from engine.runtime.attention import open_attention
 from engine.runtime.attention_space import AttentionSpace
+from engine.runtime.decode_graphs import DecodeGraphRunner
+from engine.runtime.decode_space import DecodeSpace
+from engine.runtime.graph_probe import GraphProbe
 from engine.runtime.runner import ModelRunner
 from engine.runtime.sampler import Sampler
 from engine.runtime.workspace import Workspace
@@ -67,6 +70,26 @@ class EngineContainer(containers.DeclarativeContainer):
         device=device,
         ledger=ledger,
     )
+    decode_space = providers.Singleton(
+        DecodeSpace,
+        cfg=cfg.graph,
+        kernels=cfg.kernels,
+        limits=cfg.scheduler,
+        paging=cfg.memory,
+        model=model,
+        lora_manager=lora_manager,
+        device=device,
+        ledger=ledger,
+    )
+    graph_probe = providers.Singleton(
+        GraphProbe,
+        paging=cfg.memory,
+        space=decode_space,
+        attention_space=attention_space,
+        model=model,
+        device=device,
+        ledger=ledger,
+    )
     workspace = providers.Singleton(Workspace, cfg=cfg.scheduler, model=model, ledger=ledger)
 
     # size: the plan seals the ledger, what is left becomes KV pages
@@ -77,6 +100,8 @@ class EngineContainer(containers.DeclarativeContainer):
             model.provided.receipt,
             lora_manager.provided.receipt,
             attention_space.provided.receipt,
+            decode_space.provided.receipt,
+            graph_probe.provided.receipt,
             workspace.provided.receipt,
         ),
     )
@@ -95,8 +120,16 @@ class EngineContainer(containers.DeclarativeContainer):
         device=device,
         space=attention_space,
     )
+    graphs = providers.Singleton(
+        DecodeGraphRunner, space=decode_space, model=model, attention=attention, device=device
+    )
     runner = providers.Singleton(
-        ModelRunner, model=model, attention=attention, lora_manager=lora_manager, device=device
+        ModelRunner,
+        model=model,
+        attention=attention,
+        graphs=graphs,
+        lora_manager=lora_manager,
+        device=device,
     )
     sampler = providers.Singleton(Sampler, device=device)
     scheduler = Component(

@@ -38,6 +38,7 @@ class EvictionPolicy(Enum):
 
 class GraphMode(Enum):
     off = "off"
+    decode = "decode"
 
 
 class KernelSet(Enum):
@@ -172,9 +173,16 @@ class MemoryConfig:
 
 @dataclass(slots=True)
 class GraphConfig:
-    """Decode graphs."""
+    """Decode graphs: `batch_sizes` that steps are padded to; larger steps run eagerly."""
 
     mode: GraphMode = GraphMode.off
+    batch_sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for size in self.batch_sizes:
+            _within("graph.batch_sizes", size, 1, 1024)
+        wanted = self.mode is GraphMode.off or bool(self.batch_sizes)
+        _check("graph.batch_sizes", self.batch_sizes, wanted, "at least one with graph.mode=decode")
 
 
 @dataclass(slots=True)

@@ -91,6 +91,11 @@ class LoRATables:
     gains: Items
     biases: Items
 
+    @staticmethod
+    def num_bytes(max_tokens: int, max_blocks: int, max_vectors: int) -> int:
+        """Bytes of tables with these limits."""
+        return 4 * sum(_table_sizes(max_tokens, max_blocks, max_vectors))
+
     @classmethod
     def empty(
         cls, max_tokens: int, max_blocks: int, max_vectors: int, device: torch.device
@@ -100,7 +105,7 @@ class LoRATables:
         """
         max_tiles = -(-max_tokens // TILE)
         limits = (max_blocks, max_vectors, max_vectors)
-        sizes = [Items.num_numbers(max_tiles, limit) for limit in limits]
+        sizes = _table_sizes(max_tokens, max_blocks, max_vectors)
         pinned = device.type == "cpu" and torch.cuda.is_available()
         packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device, pin_memory=pinned)
         parts = zip(torch.split(packed, sizes), limits, strict=True)
@@ -142,6 +147,12 @@ class LoRATables:
             raise ValueError(f"{found}, expected {max_tokens} as the tables or fewer")
         if self.packed.device != x.device:
             raise ValueError(f"tables are on {self.packed.device}, expected {x.device} as {name}")
+
+
+def _table_sizes(max_tokens: int, max_blocks: int, max_vectors: int) -> list[int]:
+    """Numbers of the items of blocks, of gains and of biases."""
+    max_tiles = -(-max_tokens // TILE)
+    return [Items.num_numbers(max_tiles, limit) for limit in (max_blocks, max_vectors, max_vectors)]
 
 
 def _part_sizes(max_tiles: int, max_items: int) -> list[int]:

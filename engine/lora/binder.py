@@ -15,38 +15,37 @@ Key = tuple[tuple[Portion, ...], int]
 
 
 class StepBinder:
-    """One binding per part of the model, valid as long as the same rows come."""
+    """One binding per part of the model, valid as long as the same rows come.
+
+    `tables` makes those of layers and head, and what decode graphs need, if the ops take tables.
+    """
 
     def __init__(self, model: DecoderModel, device: Device) -> None:
         self._device = device.torch_device
         self._dtype = model.dtype
         self._bound: dict[Part, tuple[Key, Any]] = {}
-        self._limits = None
+        self.tables: Any = None
         if model.ops.lora_by_tables:
-            from engine.lora.table_batch import TableLimits
+            from engine.lora.table_batch import TableBinder
 
-            linears = (*model.linears(), model.head)
-            shapes = frozenset((len(own.members), own.in_features) for own in linears)
-            self._limits = TableLimits(shapes, device.num_multiprocessors)
+            self.tables = TableBinder(model, device)
 
     def bind(self, part: Part, rows: Sequence[Row]) -> Any:
         """`rows`: (placement, weight) of each of the row's adapters, and its number of tokens. What
         the ops' `bind_lora` takes, or None if no adapter changes the part.
         """
-        key = (_portions(rows), sum(num_tokens for _, num_tokens in rows))
+        key = (portions_of(rows), sum(num_tokens for _, num_tokens in rows))
         if part not in self._bound or self._bound[part][0] != key:
             self._bound[part] = (key, self._bind(part, *key))
         return self._bound[part][1]
 
     def _bind(self, part: Part, portions: tuple[Portion, ...], num_tokens: int) -> Any:
-        if self._limits is None or part is Part.embedding:
+        if self.tables is None or part is Part.embedding:
             return bind_work(part, portions, self._device, self._dtype)
-        from engine.lora.table_batch import bind_tables
-
-        return bind_tables(part, portions, num_tokens, self._limits, self._device, self._dtype)
+        return self.tables.bind(part, portions, num_tokens)
 
 
-def _portions(rows: Sequence[Row]) -> tuple[Portion, ...]:
+def portions_of(rows: Sequence[Row]) -> tuple[Portion, ...]:
     """Adapters by token range, neighbours of the same one and only adapter joined."""
     portions: list[Portion] = []
     token = 0

@@ -20,7 +20,7 @@ from engine.errors import AdapterError
 from engine.lora.adapter import HostAdapter, LoadReport, Part
 from engine.lora.adapter_file import adapter_from_tensors, read_adapter
 from engine.lora.base import AdapterBase
-from engine.lora.binder import StepBinder
+from engine.lora.binder import Row, StepBinder, portions_of
 from engine.lora.ref import LoRARef, LoRAUpdateOutput, LoRAUse
 from engine.lora.residency import Loaded, Residency
 from engine.lora.slots import Resident
@@ -149,11 +149,28 @@ class LoRAManager:
         """
         if not any(uses for uses, _ in rows):
             return None
-        placed = [
-            ([(self._residency.placement(self._by_id[u.lora_id]), u.weight) for u in uses], count)
-            for uses, count in rows
-        ]
-        return self._binder.bind(part, placed)
+        return self._binder.bind(part, self._placed(rows))
+
+    def graph_uses(self, rows: Sequence[Sequence[LoRAUse]]) -> list[Any]:
+        """What a GraphBatch takes for the adapters of rows of one token each."""
+        if not any(rows):
+            return []
+        portions = portions_of(self._placed([(uses, 1) for uses in rows]))
+        uses: list[Any] = self._binder.tables.layer_uses(portions)
+        return uses
+
+    def new_graph_batch(self, max_tokens: int) -> Any:
+        """A GraphBatch for decode graphs of up to `max_tokens`; None without adapters or graphs."""
+        if not self.max_loras_per_batch or not max_tokens:
+            return None
+        return self._binder.tables.new_graph_batch(max_tokens, self._residency.max_rank)
+
+    def graph_batch_bytes(self, max_tokens: int) -> int:
+        """Device bytes of `new_graph_batch`."""
+        if not self.max_loras_per_batch or not max_tokens:
+            return 0
+        num_bytes: int = self._binder.tables.graph_batch_bytes(max_tokens, self._residency.max_rank)
+        return num_bytes
 
     def check_integrity(self) -> None:
         """Assert that slots, ranges and counts agree."""
@@ -162,6 +179,12 @@ class LoRAManager:
             assert resident.users <= self._by_id[resident.lora_id].num_open
 
     # ------------------------------------------------------------------ private work
+
+    def _placed(self, rows: Sequence[tuple[Sequence[LoRAUse], int]]) -> list[Row]:
+        return [
+            ([(self._residency.placement(self._by_id[u.lora_id]), u.weight) for u in uses], count)
+            for uses, count in rows
+        ]
 
     def _loads(self, uses: Sequence[LoRAUse]) -> list[Loaded]:
         return [self._by_id[use.lora_id] for use in uses]

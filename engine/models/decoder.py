@@ -89,9 +89,10 @@ class Decoder:
         copied = self.head.tied and self.head.ops.has_blocked_layout(device_type, targets[0].dtype)
         return sum(target.nbytes for target in targets) + copied * self.head.weight.nbytes
 
-    def forward(self, step: Step, backend: AttentionBackend) -> torch.Tensor:
-        """Hidden states [T, hidden] before the last norm."""
-        residual = self.embedding(step.token_ids, step.embedding_lora)
+    def run_layers(
+        self, residual: torch.Tensor, step: Step, backend: AttentionBackend
+    ) -> torch.Tensor:
+        """Embedded tokens [T, hidden] become, in place, the hidden states before the last norm."""
         rotation = Rotation(*self.rotary(step.positions))
         x = self.layers[0].input_norm(residual)
         for index, layer in enumerate(self.layers):
@@ -185,7 +186,14 @@ class DecoderModel:
 
     def forward(self, step: Step, backend: AttentionBackend) -> torch.Tensor:
         """Hidden states [T, hidden] of the step's tokens."""
-        return self.decoder.forward(step, backend)
+        embedded = self.embedding(step.token_ids, step.embedding_lora)
+        return self.run_layers(embedded, step, backend)
+
+    def run_layers(
+        self, embedded: torch.Tensor, step: Step, backend: AttentionBackend
+    ) -> torch.Tensor:
+        """Embedded tokens [T, hidden] become, in place, hidden states; they are returned."""
+        return self.decoder.run_layers(embedded, step, backend)
 
     def logits(self, hidden: torch.Tensor, lora: Any) -> torch.Tensor:
         """Logits [N, vocab] of rows of hidden states [N, hidden], with the adapters bound for the

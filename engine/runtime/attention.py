@@ -30,6 +30,7 @@ from engine.layers.step import Step
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderModel
 from engine.runtime.attention_space import AttentionSpace
+from engine.runtime.decode_inputs import DecodeInputs
 
 # A group gathers at most this many tokens of context at once, padding included.
 MAX_GATHERED_TOKENS = 8192
@@ -60,10 +61,17 @@ class StepAttention(AttentionBackend):
     """A backend that describes a whole step at once; `name` is what the config calls it."""
 
     name: str
+    page_size: int
 
     @abstractmethod
     def prepare(self, rows: Sequence[RowContext]) -> Any:
         """What `attend` reads from `step.attention`, for a step of `rows` in token order."""
+
+    def static_step(self, inputs: DecodeInputs, size: int) -> Any:
+        """The same for decode steps of `size` rows that `inputs` describe anew each time, for
+        backends whose steps can be captured.
+        """
+        raise NotImplementedError(f"steps of {type(self).__name__} cannot be captured")
 
 
 def open_attention(
@@ -102,7 +110,7 @@ class PagedAttention(StepAttention):
         self._caches = kv_pool.layers
         self._values_at = kv_pool.num_pages + 1
         self._null_page = kv_pool.null_page
-        self._page_size = kv_pool.page_size
+        self.page_size = kv_pool.page_size
         self._kv_heads, self._head_dim, _ = model.kv_shape
         self._window = model.spec.sliding_window
         self._scale = 1 / math.sqrt(self._head_dim)
@@ -125,7 +133,7 @@ class PagedAttention(StepAttention):
         groups = [group for key in sorted(decode) for group in self._decode_groups(decode[key])]
         if len(groups) == 1 and not prefill:
             groups = [replace(groups[0], rows=None)]
-        index = write_index(new_slots(rows, self._page_size), self._caches[0])
+        index = write_index(new_slots(rows, self.page_size), self._caches[0])
         return PagedStep(index.to(self._device), tuple(groups), tuple(prefill))
 
     def attend(
@@ -148,7 +156,7 @@ class PagedAttention(StepAttention):
 
     def _decode_groups(self, rows: list[tuple[int, RowContext]]) -> list[DecodeRows]:
         most_pages = max(self._pages_for(row.num_computed + 1) for _, row in rows)
-        per_group = max(1, MAX_GATHERED_TOKENS // (most_pages * self._page_size))
+        per_group = max(1, MAX_GATHERED_TOKENS // (most_pages * self.page_size))
         return [
             self._decode_group(rows[i : i + per_group], most_pages)
             for i in range(0, len(rows), per_group)
@@ -160,7 +168,7 @@ class PagedAttention(StepAttention):
             used = row.pages[:num_pages]
             pages[i, : len(used)] = used
         lengths = np.array([row.num_computed + 1 for _, row in rows])[:, None]
-        positions = np.arange(num_pages * self._page_size)
+        positions = np.arange(num_pages * self.page_size)
         bias = self._bias(positions[None], lengths - 1)
         return DecodeRows(
             torch.tensor([token for token, _ in rows], device=self._device),
@@ -180,7 +188,7 @@ class PagedAttention(StepAttention):
         return PrefillRow(token, stop, context, self._head_pages(pages), bias.to(self._device))
 
     def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
+        return -(-num_tokens // self.page_size)
 
     def _head_pages(self, pages: np.ndarray) -> torch.Tensor:
         """Page numbers [B, P] -> indexes of heads' pages, keys then values [2 * B * K * P]."""

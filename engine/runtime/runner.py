@@ -13,7 +13,9 @@ from engine.layers.step import Step
 from engine.lora.adapter import Part
 from engine.lora.manager import LoRAManager
 from engine.models.decoder import DecoderModel
-from engine.runtime.attention import RowContext, StepAttention
+from engine.runtime.attention import RowContext, StepAttention, new_slots
+from engine.runtime.decode_graphs import DecodeGraphRunner
+from engine.runtime.decode_inputs import DecodeRow
 from engine.runtime.prompt_logprobs import prompt_logprobs
 from engine.runtime.request import ScheduledRow
 from engine.runtime.sampler import TokenLogprobs
@@ -40,18 +42,22 @@ class ModelRunner:
         self,
         model: DecoderModel,
         attention: StepAttention,
+        graphs: DecodeGraphRunner,
         lora_manager: LoRAManager,
         device: Device,
     ) -> None:
         self.model = model
         self.attention = attention
+        self.graphs = graphs
         self.lora_manager = lora_manager
         self.device = device.torch_device
 
     @torch.inference_mode()
     def run(self, rows: Sequence[ScheduledRow]) -> RunOutput:
         """Compute the rows."""
-        hidden = self.model.forward(self._step(rows), self.attention)
+        hidden = self._replayed(rows)
+        if hidden is None:
+            hidden = self.model.forward(self._step(rows), self.attention)
         finite = hidden.sum(-1).isfinite().tolist()
         stops = list(itertools.accumulate(row.num_new for row in rows))
         spans = [slice(stop - row.num_new, stop) for row, stop in zip(rows, stops, strict=True)]
@@ -65,6 +71,20 @@ class ModelRunner:
                 for row, span in zip(rows, spans, strict=True)
             ),
         )
+
+    def _replayed(self, rows: Sequence[ScheduledRow]) -> torch.Tensor | None:
+        """Hidden states of a step of decoding rows by a graph; None if none can run it."""
+        if len(rows) > self.graphs.max_rows or any(row.num_new > 1 for row in rows):
+            return None
+        adapters = [row.request.adapters for row in rows]
+        contexts = [_context(row) for row in rows]
+        slots = new_slots(contexts, self.attention.page_size).tolist()
+        inputs = [
+            DecodeRow(_token_ids(row)[0], row.request.num_computed, slot, row.request.pages)
+            for row, slot in zip(rows, slots, strict=True)
+        ]
+        embedding_lora = self.lora_manager.bind(Part.embedding, [(uses, 1) for uses in adapters])
+        return self.graphs.run(inputs, self.lora_manager.graph_uses(adapters), embedding_lora)
 
     def _logits(self, hidden: torch.Tensor, rows: Sequence[ScheduledRow]) -> torch.Tensor:
         """One row of hidden states for each of `rows`."""
@@ -87,17 +107,24 @@ class ModelRunner:
     def _step(self, rows: Sequence[ScheduledRow]) -> Step:
         token_ids: list[int] = []
         positions: list[int] = []
-        contexts = []
         for row in rows:
-            request = row.request
-            token_ids += request.token_slice(request.num_computed, row.num_new)
-            positions += range(request.num_computed, request.num_computed + row.num_new)
-            contexts.append(RowContext(request.pages, request.num_computed, row.num_new))
+            token_ids += _token_ids(row)
+            num_computed = row.request.num_computed
+            positions += range(num_computed, num_computed + row.num_new)
         uses = [(row.request.adapters, row.num_new) for row in rows]
         return Step(
             torch.tensor(token_ids, device=self.device),
             torch.tensor(positions, device=self.device),
-            self.attention.prepare(contexts),
+            self.attention.prepare([_context(row) for row in rows]),
             self.lora_manager.bind(Part.layers, uses),
             self.lora_manager.bind(Part.embedding, uses),
         )
+
+
+def _token_ids(row: ScheduledRow) -> list[int]:
+    """The row's new tokens."""
+    return row.request.token_slice(row.request.num_computed, row.num_new)
+
+
+def _context(row: ScheduledRow) -> RowContext:
+    return RowContext(row.request.pages, row.request.num_computed, row.num_new)

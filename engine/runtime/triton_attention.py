@@ -9,6 +9,7 @@ copy.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,10 +19,10 @@ from engine.kernels.fused_rope import rope_write_kv
 from engine.kernels.prefill_attention import prefill_attention
 from engine.layers.attention import Attention, Rotation
 from engine.layers.step import Step
-from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderModel
 from engine.runtime.attention import RowContext, StepAttention, new_slots
 from engine.runtime.attention_space import table_pages
+from engine.runtime.decode_inputs import DecodeInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +49,29 @@ class TritonStep:
     max_query: int
 
 
+class PagedCaches(Protocol):
+    """What attention needs of a KV pool: caches [2, pages, K, page_size, D], one a layer."""
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def layers(self) -> list[torch.Tensor]: ...
+
+
 class TritonAttention(StepAttention):
     """The backend of `kernels.attention=triton`."""
 
     def __init__(
         self,
         name: str,
-        kv_pool: KVPool,
+        kv_pool: PagedCaches,
         model: DecoderModel,
         workspace: DecodeWorkspace,
         device: torch.device,
     ) -> None:
         self.name = name
+        self.page_size = kv_pool.page_size
         self._kv_pool = kv_pool
         self._window = model.spec.sliding_window
         self._scale = 1 / math.sqrt(model.kv_shape[1])
@@ -68,7 +80,7 @@ class TritonAttention(StepAttention):
 
     def prepare(self, rows: Sequence[RowContext]) -> TritonStep:
         """Describe a step of `rows`, in token order."""
-        page_size = self._kv_pool.page_size
+        page_size = self.page_size
         lengths = [row.num_computed + row.num_new for row in rows]
         num_new = [row.num_new for row in rows]
         num_decode = next((i for i, count in enumerate(num_new) if count > 1), len(rows))
@@ -89,6 +101,18 @@ class TritonAttention(StepAttention):
             PagedRows(tables[num_decode:], counts[num_decode:]),
             parts[3],
             max(num_new[num_decode:], default=0),
+        )
+
+    def static_step(self, inputs: DecodeInputs, size: int) -> TritonStep:
+        """Decode steps of `size` rows, as `inputs` describe them when they run."""
+        none = inputs.lengths[:0]
+        return TritonStep(
+            inputs.slots[:size],
+            size,
+            PagedRows(inputs.page_table[:size], inputs.lengths[:size]),
+            PagedRows(inputs.page_table[:0], none),
+            none,
+            0,
         )
 
     def attend(

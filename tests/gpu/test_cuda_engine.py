@@ -1,10 +1,9 @@
-"""Plain torch and Triton on a CUDA device: cases equal PEFT's tokens, the audit explains every
-byte.
+"""Plain torch, Triton and decode graphs on a CUDA device: cases equal PEFT's tokens, the audit
+explains every byte.
 
 Needs a CUDA device: `scripts/test -m gpu`.
 """
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from engine.config import (
     DeviceConfig,
     DeviceKind,
     EngineConfig,
+    GraphConfig,
+    GraphMode,
     KernelsConfig,
     KernelSet,
     LoRAConfig,
@@ -24,6 +25,12 @@ from engine.config import (
 from engine.serving.engine import Engine
 
 pytestmark = pytest.mark.gpu
+BASES = ("llama", "llama_tied", "qwen2_bias", "phi3_fused")
+KINDS = (
+    (KernelSet.reference, GraphConfig()),
+    (KernelSet.triton, GraphConfig()),
+    (KernelSet.triton, GraphConfig(GraphMode.decode, [1, 2, 4, 8])),
+)
 CASES = Path(__file__).parent.parent / "data" / "cases"
 
 
@@ -34,6 +41,7 @@ def engine(request: pytest.FixtureRequest, bases: Path) -> Any:
     config = EngineConfig(
         model=ModelConfig(path=str(bases / request.param[0])),
         kernels=KernelsConfig(request.param[1], request.param[1]),
+        graph=request.param[2],
         device=DeviceConfig(kind=DeviceKind.cuda),
         memory=MemoryConfig(fraction=0.3, max_kv_tokens=20000),
         lora=LoRAConfig(max_lora_rank=512, saved_modules=2),
@@ -45,7 +53,7 @@ def engine(request: pytest.FixtureRequest, bases: Path) -> Any:
 
 @pytest.mark.parametrize(
     "engine",
-    list(itertools.product(["llama", "llama_tied", "qwen2_bias", "phi3_fused"], KernelSet)),
+    [(base, *kind) for base in BASES for kind in KINDS],
     indirect=True,
 )
 def test_cases_and_audit(engine: Engine) -> None:

@@ -106,5 +106,5 @@ def test_a_fake_class_keeps_the_wires() -> None:
     container = build(EngineConfig())
     container.runner.set_provides(create_autospec(ModelRunner))
     assert faults(container) == []
-    container.runner.add_kwargs(graphs=3)
-    assert len(faults(container)) == 1 and "has no parameter 'graphs'" in faults(container)[0]
+    container.runner.add_kwargs(adapters=3)
+    assert len(faults(container)) == 1 and "has no parameter 'adapters'" in faults(container)[0]

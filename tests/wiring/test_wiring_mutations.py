@@ -27,20 +27,23 @@ from engine.wiring import build, check
 CLASS = "class EngineContainer"
 PLAN = "    memory_plan = providers.Singleton("
 NOTHING_LEADS = (
-    "lora_manager: reserves memory, so memory_plan must need it; "
-    "nothing leads from memory_plan to it"
+    "workspace: reserves memory, so memory_plan must need it; nothing leads from memory_plan to it"
+)
+NO_RECEIPT = (
+    "lora_manager: reserves memory, but memory_plan does not get its receipt; add "
+    "lora_manager.provided.receipt to receipts"
 )
 LATE = (
     "class LateBuffers:\n"
     "    def __init__(self, ledger: MemoryLedger, kv_pool: KVPool) -> None:\n"
     "        self.receipt = ledger.reserve('late_buffers', kv_pool.num_bytes, 'too late')\n\n\n"
 )
-AFTER_LORA = (
-    "class AfterLoRA(Workspace):\n"
-    "    def __init__(self, cfg, model, ledger, lora_manager: LoRAManager) -> None: ...\n\n\n"
-)
 MISTAKES: dict[str, tuple[list[Change], list[str]]] = {
-    "no receipt": ([("            lora_manager.provided.receipt,\n", "")], [NOTHING_LEADS]),
+    "no receipt": ([("            workspace.provided.receipt,\n", "")], [NOTHING_LEADS]),
+    "receipt forgotten, upstream by another way": (
+        [("            lora_manager.provided.receipt,\n", "")],
+        [NO_RECEIPT],
+    ),
     "late reserver": (
         [
             (CLASS, LATE + CLASS),
@@ -63,12 +66,12 @@ MISTAKES: dict[str, tuple[list[Change], list[str]]] = {
         ],
     ),
     "lazy receipt": (
-        [("lora_manager.provided.receipt", "lora_manager.provider")],
+        [("workspace.provided.receipt", "workspace.provider")],
         [
-            "memory_plan: MemoryPlan.build(receipts) takes Receipt items, lora_manager.provider "
-            "is built later, by whoever calls it; wire lora_manager itself",
-            "lora_manager: reserves memory, so memory_plan must need it; memory_plan has only "
-            "lora_manager.provider, which builds it later",
+            "memory_plan: MemoryPlan.build(receipts) takes Receipt items, workspace.provider "
+            "is built later, by whoever calls it; wire workspace itself",
+            "workspace: reserves memory, so memory_plan must need it; memory_plan has only "
+            "workspace.provider, which builds it later",
         ],
     ),
     "lazy plan": (
@@ -88,24 +91,12 @@ MISTAKES: dict[str, tuple[list[Change], list[str]]] = {
             "memory_plan",
         ],
     ),
-    "receipt forgotten, upstream by another way": (
-        [
-            (CLASS, AFTER_LORA + CLASS),
-            ("Workspace, cfg=cfg.scheduler", "AfterLoRA, lora_manager=lora_manager, cfg=cfg.lora"),
-            ("            lora_manager.provided.receipt,\n", ""),
-        ],
-        [
-            "lora_manager: reserves memory, but memory_plan does not get its receipt; add "
-            "lora_manager.provided.receipt to receipts"
-        ],
-    ),
     "the component in place of its receipt": (
         [("lora_manager.provided.receipt", "lora_manager")],
         [
             "memory_plan: MemoryPlan.build(receipts) takes Receipt items, lora_manager is a "
             "LoRAManager",
-            "lora_manager: reserves memory, but memory_plan does not get its receipt; add "
-            "lora_manager.provided.receipt to receipts",
+            NO_RECEIPT,
         ],
     ),
     "misspelt attribute": (
@@ -113,8 +104,7 @@ MISTAKES: dict[str, tuple[list[Change], list[str]]] = {
         [
             "memory_plan: MemoryPlan.build(receipts) reads LoRAManager.reciept, which does not "
             "exist; did you mean 'receipt'?",
-            "lora_manager: reserves memory, but memory_plan does not get its receipt; add "
-            "lora_manager.provided.receipt to receipts",
+            NO_RECEIPT,
         ],
     ),
     "second ledger": (
@@ -153,7 +143,7 @@ MISTAKES: dict[str, tuple[list[Change], list[str]]] = {
         ],
     ),
     "misspelt keyword": (
-        [("attention=attention, lora_manager=", "attention=attention, loras=")],
+        [("graphs=graphs,\n        lora_manager=", "graphs=graphs,\n        loras=")],
         ["runner: ModelRunner has no parameter 'loras'; did you mean 'lora_manager'?"],
     ),
     "wrong component": (
