@@ -250,7 +250,8 @@ class LoRAManager:
         started = time.perf_counter()
         self._check_new(ref, replace)
         adapter = self._base.settle(read())
-        self._register(Loaded(ref, adapter, adapter.layout))
+        self._residency.check_fits(ref, adapter.layout)
+        self._register(Loaded(ref, self._residency.image(adapter)))
         return adapter.report(time.perf_counter() - started)
 
     def _unload_lora_adapter(self, ref: LoRARef) -> str:
@@ -285,7 +286,6 @@ class LoRAManager:
 
     def _register(self, loaded: Loaded) -> None:
         """Make the load known under its name; one of that name that was there is retired."""
-        self._residency.check_fits(loaded)
         ref = loaded.ref
         old = self._by_id[self._by_name[ref.name]] if ref.name in self._by_name else None
         if ref.pinned and self._num_open_together:

@@ -15,9 +15,10 @@ from engine.kernels.lora import LoRAWork
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Delta, Linear
 from engine.layers.opset import OpSet
-from engine.lora.adapter import AdapterLayout, HostAdapter
-from engine.lora.base import scaled_b
+from engine.lora.adapter import HostAdapter
 from engine.lora.batch import Placement
+from engine.lora.pool_copies import Arrival, PoolCopies
+from engine.lora.pool_image import MemberRows, PoolImage, layer_image, saved_image
 from engine.memory.ledger import MemoryLedger, Receipt
 from engine.models.decoder import DecoderModel
 
@@ -66,30 +67,13 @@ class LinearLoRA(Delta):
         for rows, delta in zip(work.saved, deltas, strict=True):
             y.index_add_(0, rows.tokens, delta)
 
-    def write(self, start: int, stop: int, adapter: HostAdapter, layout: AdapterLayout) -> None:
-        """Write rows `start`..`stop` whole: the adapter's pairs and vectors, zeros where it has
-        none.
-
-        What multiplies a pair is folded into B in float32 before the one cast to the pool's dtype.
-        """
-        self.a[start:stop].zero_()
-        self.b[start:stop].zero_()
-        column = 0
+    def members(self) -> list[MemberRows]:
+        """The layer's projections as an image lays them out."""
+        found, column = [], 0
         for index, (member, width) in enumerate(zip(self.linear.members, self.widths, strict=True)):
-            in_start, out_start = self.linear.shard_starts(index)
-            own = self.b[start:stop, column : column + width]
-            pair = adapter.pairs.get(member.name)
-            vectors = adapter.vectors.get(member.name)
-            if pair is not None:
-                a = pair.a.narrow(1, in_start, self.linear.in_features)
-                self.a[start : start + pair.rank, index].copy_(a)
-                b = scaled_b(pair, vectors).narrow(0, out_start, width)
-                own[: pair.rank].copy_(b.t())
-            if vectors is not None and vectors.bias is not None:
-                own[layout.bias_row].copy_(vectors.bias.narrow(0, out_start, width))
-            if vectors is not None and vectors.gain is not None:
-                own[layout.gain_row].copy_(vectors.gain.narrow(0, out_start, width) - 1)
+            found.append(MemberRows(member.name, column, width, *self.linear.shard_starts(index)))
             column += width
+        return found
 
 
 class EmbeddingLoRA(Delta):
@@ -117,16 +101,9 @@ class EmbeddingLoRA(Delta):
         for rows, delta in zip(work.saved, deltas, strict=True):
             y.index_add_(0, rows.tokens, delta)
 
-    def write(self, start: int, stop: int, adapter: HostAdapter, layout: AdapterLayout) -> None:
-        """As for linear layers."""
-        self.a[start:stop].zero_()
-        self.b[start:stop].zero_()
-        pair, vectors = adapter.pairs.get(self.name), adapter.vectors.get(self.name)
-        if pair is not None:
-            self.a[start : start + pair.rank].copy_(pair.a)
-            self.b[start : start + pair.rank].copy_(scaled_b(pair, vectors).t())
-        if vectors is not None and vectors.gain is not None and layout.gain_row is not None:
-            self.b[start + layout.gain_row].copy_(vectors.gain - 1)
+    def members(self) -> list[MemberRows]:
+        """The embedding as an image lays it out."""
+        return [MemberRows(self.name, 0, self.b.shape[1], 0, 0)]
 
 
 class RankPool:
@@ -152,6 +129,8 @@ class RankPool:
             self.bytes_per_row * num_rows + matrix_bytes * num_matrices,
             f"rank pool of {num_rows} rows, {num_matrices} matrices of saved modules",
         )
+        self._host_visible = device.host_visible
+        self._copies = PoolCopies(device)
         self._matrices = device.zeros((num_matrices, vocab_size, hidden_size), model.dtype)
         self._layers: list[LinearLoRA | EmbeddingLoRA] = []
         for linear in (*linears, model.head):
@@ -163,9 +142,34 @@ class RankPool:
         model.embedding.delta = embedding
         self._layers.append(embedding)
 
-    def write(self, placement: Placement, adapter: HostAdapter) -> None:
-        """Write the adapter's range in every layer, and its matrices."""
-        for layer in self._layers:
-            layer.write(placement.row_start, placement.row_stop, adapter, placement.layout)
-        for module, index in zip(placement.layout.saved, placement.matrices, strict=True):
-            self._matrices[index].copy_(adapter.saved[module])
+    def image(self, adapter: HostAdapter, num_rows: int) -> PoolImage:
+        """`num_rows` rows for the adapter, in host memory; any thread may make it."""
+        layout, pinned, dtype = adapter.layout, not self._host_visible, self._matrices.dtype
+        layers = [
+            layer_image(adapter, layout, own.members(), num_rows, own.a.shape[-1], dtype, pinned)
+            for own in self._layers
+        ]
+        saved = {
+            module: saved_image(matrix, dtype, pinned) for module, matrix in adapter.saved.items()
+        }
+        return PoolImage(layout, layers, saved)
+
+    def write(self, placement: Placement, image: PoolImage) -> Arrival:
+        """Begin to write the adapter's range in every layer, and its matrices; steps that are under
+        way may still read what lay there. It must not be used before it has arrived.
+        """
+        rows = slice(placement.row_start, placement.row_stop)
+        with self._copies.begin():
+            for layer, own in zip(self._layers, image.layers, strict=True):
+                _write(layer.a[rows], None if own is None else own.a)
+                _write(layer.b[rows], None if own is None else own.b)
+            for module, index in zip(placement.layout.saved, placement.matrices, strict=True):
+                _write(self._matrices[index], image.saved[module])
+        return self._copies.end()
+
+
+def _write(target: torch.Tensor, source: torch.Tensor | None) -> None:
+    if source is None:
+        target.zero_()
+    else:
+        target.copy_(source.view_as(target), non_blocking=True)

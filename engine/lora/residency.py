@@ -12,6 +12,8 @@ from engine.device import Device
 from engine.errors import AdapterError, RequestError
 from engine.lora.adapter import AdapterLayout, HostAdapter
 from engine.lora.batch import Placement
+from engine.lora.pool_copies import Arrival
+from engine.lora.pool_image import PoolImage
 from engine.lora.ranges import aligned_rows
 from engine.lora.rank_pool import RankPool
 from engine.lora.ref import LoRARef
@@ -28,15 +30,19 @@ MAX_SAVED_MODULES = 2
 @dataclass(slots=True)
 class Loaded:
     """A load: its reference, weights in host memory, where they lie in the pool while they are
-    resident, and how many open requests hold it.
+    resident and when they have arrived there, and how many open requests hold it.
     """
 
     ref: LoRARef
-    adapter: HostAdapter
-    layout: AdapterLayout
+    image: PoolImage
     placement: Placement | None = None
+    arrival: Arrival | None = None
     num_open: int = 0
     retired: bool = False
+
+    @property
+    def layout(self) -> AdapterLayout:
+        return self.image.layout
 
 
 class Residency:
@@ -49,6 +55,7 @@ class Residency:
         self.max_rank = cfg.max_lora_rank
         alignment = model.ops.row_alignment
         num_rows, num_matrices = _pool_rows(cfg, alignment), _pool_matrices(cfg, device)
+        self._arriving: list[Loaded] = []
         self.pool = RankPool(model, num_rows, num_matrices, device, ledger)
         self.slots = Slots(
             cfg.max_loras_per_batch,
@@ -86,8 +93,15 @@ class Residency:
             return False
         rows = resident.row_start, resident.row_start + resident.num_rows
         loaded.placement = Placement(layout, *rows, resident.matrices)
-        self.pool.write(loaded.placement, loaded.adapter)
+        loaded.arrival = self.pool.write(loaded.placement, loaded.image)
+        resident.loading = True
+        self._arriving.append(loaded)
+        self._note_arrivals()
         return True
+
+    def image(self, adapter: HostAdapter) -> PoolImage:
+        """The adapter as `place` takes it; any thread may make it."""
+        return self.pool.image(adapter, self.slots.aligned_rows(adapter.layout.num_rows))
 
     def pin(self, loaded: Loaded, old: Loaded | None) -> None:
         """Place a pinned load, in the stead of `old` if that is pinned too. Raises AdapterError,
@@ -127,9 +141,9 @@ class Residency:
         if self.slots.get(loaded.ref.lora_id) is not None:
             self.slots.remove(loaded.ref.lora_id)
 
-    def check_fits(self, loaded: Loaded) -> None:
-        """Raise AdapterError if the load could never be resident."""
-        name, layout = loaded.ref.name, loaded.layout
+    def check_fits(self, ref: LoRARef, layout: AdapterLayout) -> None:
+        """Raise AdapterError if such a load could never be resident."""
+        name = ref.name
         if layout.rank > self.max_rank:
             raise AdapterError(
                 f"adapter {name!r} has rank {layout.rank}, lora.max_lora_rank is "
@@ -145,7 +159,7 @@ class Residency:
                 f"adapter {name!r} replaces {' and '.join(layout.saved)} (modules_to_save), "
                 f"lora.saved_modules allows {self.slots.num_matrices} matrices; raise it"
             )
-        if layout.saved and loaded.ref.pinned:
+        if layout.saved and ref.pinned:
             raise AdapterError(
                 f"adapter {name!r} has modules_to_save and cannot be pinned; load it unpinned"
             )
@@ -172,13 +186,33 @@ class Residency:
         assert len(self.residents) <= self.slots.num_slots
 
     def _activate_all(self, loads: Sequence[Loaded]) -> bool:
+        self._note_arrivals()
         for index, loaded in enumerate(loads):
-            lora_id = loaded.ref.lora_id
-            if self.slots.get(lora_id) is None and not self.place(loaded, evict=True):
+            if not self._is_ready(loaded):
                 self.deactivate(loads[:index])
                 return False
-            self.slots.use(lora_id)
+            self.slots.use(loaded.ref.lora_id)
         return True
+
+    def _is_ready(self, loaded: Loaded) -> bool:
+        """Whether the load's weights are in the pool; if there is room they are on their way."""
+        lora_id = loaded.ref.lora_id
+        if self.slots.get(lora_id) is None and not self.place(loaded, evict=True):
+            return False
+        resident = self.slots.get(lora_id)
+        return resident is not None and not resident.loading
+
+    def _note_arrivals(self) -> None:
+        under_way = []
+        for loaded in self._arriving:
+            resident = self.slots.get(loaded.ref.lora_id)
+            if resident is None:
+                continue
+            if loaded.arrival is None or loaded.arrival.done:
+                resident.loading = False
+            else:
+                under_way.append(loaded)
+        self._arriving = under_way
 
     def _is_pinned(self, loaded: Loaded) -> bool:
         resident = self.slots.get(loaded.ref.lora_id)

@@ -16,7 +16,7 @@ from engine.lora.ranges import RankRanges, aligned_rows
 @dataclass(slots=True)
 class Resident:
     """An adapter in the pool: `row_start` and `num_rows` of its range, the matrices of its saved
-    modules, `users` = running requests.
+    modules, `users` = running requests. While `loading` it is neither used nor evicted.
     """
 
     lora_id: str
@@ -27,6 +27,11 @@ class Resident:
     loaded_at: int
     used_at: int
     users: int = 0
+    loading: bool = False
+
+    @property
+    def evictable(self) -> bool:
+        return self.users == 0 and not self.pinned and not self.loading
 
 
 class Slots:
@@ -128,9 +133,9 @@ class Slots:
         self.ranges.give_back(resident.row_start)
 
     def remove_idle(self) -> None:
-        """Free slots and ranges of all adapters that are neither used nor pinned."""
+        """Free slots and ranges of all adapters that are neither used nor pinned nor loading."""
         for resident in self.residents:
-            if resident.users == 0 and not resident.pinned:
+            if resident.evictable:
                 self.remove(resident.lora_id)
 
     def set_pinned(self, lora_id: str, pinned: bool) -> bool:
@@ -164,7 +169,7 @@ class Slots:
 
     def _victims(self, num_rows: int, num_matrices: int, evict: bool) -> list[Resident] | None:
         """The shortest prefix of the eviction order whose removal makes room, or None."""
-        idle = [r for r in self._residents.values() if evict and r.users == 0 and not r.pinned]
+        idle = [r for r in self._residents.values() if evict and r.evictable]
         by_use = self.policy is EvictionPolicy.lru
         idle.sort(key=lambda r: r.used_at if by_use else r.loaded_at)
         num_free = len(self._free_matrices())
