@@ -7,6 +7,7 @@ thread-safe: the engine's loop calls it.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from engine.lora.adapter import HostAdapter, LoadReport, Part
 from engine.lora.adapter_file import adapter_from_tensors, read_adapter
 from engine.lora.base import AdapterBase
 from engine.lora.binder import Row, StepBinder, portions_of
+from engine.lora.pool_image import PoolImage
 from engine.lora.ref import LoRARef, LoRAUpdateOutput, LoRAUse
 from engine.lora.residency import Loaded, Residency
 from engine.lora.slots import Resident
@@ -28,6 +30,14 @@ from engine.memory.ledger import MemoryLedger, Receipt, format_bytes
 from engine.models.decoder import DecoderModel
 
 DEMO_PREFIX = "demo:"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """An adapter that was read and checked: all that a load needs."""
+
+    image: PoolImage
+    report: LoadReport
 
 
 class LoRAManager:
@@ -68,14 +78,27 @@ class LoRAManager:
 
     # ------------------------------------------------------------------ load, unload, list
 
-    def load_lora_adapter(self, lora_ref: LoRARef, *, replace: bool = False) -> LoRAUpdateOutput:
+    def read_lora_adapter(self, lora_ref: LoRARef) -> ReadAdapter:
+        """Read and check the adapter at `lora_ref.path`, for a load to come; any thread may do so
+        while the engine runs. Raises AdapterError.
+        """
+        directory, targets = _adapter_directory(lora_ref.path), self._base.targets
+        return self._read(lora_ref, lambda: read_adapter(directory, targets))
+
+    def load_lora_adapter(
+        self, lora_ref: LoRARef, *, replace: bool = False, read: ReadAdapter | None = None
+    ) -> LoRAUpdateOutput:
         """Read the adapter at `lora_ref.path` into host memory and, if a slot is free, into the
         pool.
 
         With `replace`, a loaded adapter of that name gives way to it at once, or stays if the new
-        one is refused; its requests finish with the old weights.
+        one is refused; its requests finish with the old weights. `read`: what was read before.
         """
-        return self._logged("load", lora_ref, lambda: self._load_lora_adapter(lora_ref, replace))
+
+        def load() -> LoadReport:
+            return self._load_lora_adapter(lora_ref, replace, read)
+
+        return self._logged("load", lora_ref, load)
 
     def load_lora_adapter_from_tensors(
         self,
@@ -227,11 +250,10 @@ class LoRAManager:
                 time.perf_counter() - started,
             )
 
-    def _load_lora_adapter(self, ref: LoRARef, replace: bool = False) -> LoadReport:
-        def read() -> HostAdapter:
-            return read_adapter(_adapter_directory(ref.path), self._base.targets)
-
-        return self._load(ref, read, replace)
+    def _load_lora_adapter(
+        self, ref: LoRARef, replace: bool = False, read: ReadAdapter | None = None
+    ) -> LoadReport:
+        return self._load(ref, lambda: read or self.read_lora_adapter(ref), replace)
 
     def _load_lora_adapter_from_tensors(
         self,
@@ -240,19 +262,25 @@ class LoRAManager:
         config: Mapping[str, Any],
         replace: bool = False,
     ) -> LoadReport:
-        def read() -> HostAdapter:
+        def make() -> HostAdapter:
             return adapter_from_tensors(tensors, config, self._base.targets)
 
-        return self._load(ref, read, replace)
+        return self._load(ref, lambda: self._read(ref, make), replace)
 
-    def _load(self, ref: LoRARef, read: Callable[[], HostAdapter], replace: bool) -> LoadReport:
-        """Read, check against the base and register; an AdapterError leaves all as it was."""
-        started = time.perf_counter()
+    def _load(self, ref: LoRARef, read: Callable[[], ReadAdapter], replace: bool) -> LoadReport:
+        """Read and register; an AdapterError leaves all as it was."""
         self._check_new(ref, replace)
-        adapter = self._base.settle(read())
-        self._residency.check_fits(ref, adapter.layout)
-        self._register(Loaded(ref, self._residency.image(adapter)))
-        return adapter.report(time.perf_counter() - started)
+        own = read()
+        self._register(Loaded(ref, own.image))
+        return own.report
+
+    def _read(self, ref: LoRARef, make: Callable[[], HostAdapter]) -> ReadAdapter:
+        """Make it, check it against the base and lay it out for the pool."""
+        started = time.perf_counter()
+        settled = self._base.settle(make())
+        self._residency.check_fits(ref, settled.layout)
+        image = self._residency.image(settled)
+        return ReadAdapter(image, settled.report(time.perf_counter() - started))
 
     def _unload_lora_adapter(self, ref: LoRARef) -> str:
         loaded = self._by_id.get(ref.lora_id)

@@ -82,11 +82,12 @@ class AsyncEngine:
     async def load_adapter(
         self, name: str, path: str | Path, *, pinned: bool = False, replace: bool = False
     ) -> LoRARef:
-        """Load between two steps; with `replace` in the place of one that has the name. Raises
+        """Load while others decode; with `replace` in the place of one that has the name. Raises
         AdapterError.
         """
         load = self.engine.load_adapter
-        return await self._run(lambda: load(name, path, pinned=pinned, replace=replace))
+        read = await asyncio.to_thread(self.engine.read_adapter, name, path)
+        return await self._run(lambda: load(name, path, pinned=pinned, replace=replace, read=read))
 
     async def unload_adapter(self, name: str) -> None:
         """Unload between two steps. Raises AdapterError."""

@@ -18,7 +18,7 @@ from loguru import logger
 
 from engine.config import SamplingConfig
 from engine.errors import AdapterError, EngineError, RequestError
-from engine.lora.manager import LoRAManager
+from engine.lora.manager import LoRAManager, ReadAdapter
 from engine.lora.ref import LoRARef, LoRAUpdateOutput
 from engine.memory.audit import MemoryAudit
 from engine.memory.kv_pool import KVPool
@@ -224,14 +224,26 @@ class Engine:
 
     # ------------------------------------------------------------------ adapters
 
+    def read_adapter(self, name: str, path: str | Path) -> ReadAdapter:
+        """Read and check a PEFT directory for a load to come; any thread may do so while others
+        decode. Raises AdapterError.
+        """
+        return self.lora_manager.read_lora_adapter(LoRARef(name, str(path)))
+
     def load_adapter(
-        self, name: str, path: str | Path, *, pinned: bool = False, replace: bool = False
+        self,
+        name: str,
+        path: str | Path,
+        *,
+        pinned: bool = False,
+        replace: bool = False,
+        read: ReadAdapter | None = None,
     ) -> LoRARef:
         """Load a PEFT directory under `name`; with `replace` in the place of one that has it.
-        Raises AdapterError with all reasons.
+        `read`: what `read_adapter` gave. Raises AdapterError with all reasons.
         """
         ref = LoRARef(name, str(path), pinned)
-        return _loaded(ref, self.lora_manager.load_lora_adapter(ref, replace=replace))
+        return _loaded(ref, self.lora_manager.load_lora_adapter(ref, replace=replace, read=read))
 
     def load_adapter_from_tensors(
         self,

@@ -1,6 +1,7 @@
 """The asyncio face of the engine: streams, early leave, adapter changes while others decode."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import pytest
 from tests_support import random_adapter
 
 from engine.errors import AdapterError, RequestError
+from engine.lora.ref import LoRARef
 from engine.runtime.request import FinishReason
 from engine.serving.async_engine import AsyncEngine
 from engine.serving.engine import Engine
 
+CASE = Path(__file__).parent.parent / "data" / "cases" / "c00_control_all7" / "adapter"
 PROMPT = [1, 267, 334, 339]
 Q = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in (0, 1)}
 
@@ -82,6 +85,30 @@ def test_loading_while_others_decode_changes_nobodys_tokens(engine: Engine, tmp_
             return ids
 
     assert asyncio.run(run()) == expected
+
+
+def test_others_decode_while_an_adapter_is_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading waits for a stream that began later to end."""
+    ended = threading.Event()
+    read = engine.lora_manager.read_lora_adapter
+
+    def slowly(ref: LoRARef) -> Any:
+        assert ended.wait(30), "the engine waited for the adapter"
+        return read(ref)
+
+    monkeypatch.setattr(engine.lora_manager, "read_lora_adapter", slowly)
+
+    async def run() -> None:
+        async with AsyncEngine(engine) as served:
+            load = asyncio.create_task(served.load_adapter("b", CASE))
+            await asyncio.sleep(0)
+            await collect(served, PROMPT, sampling(engine), "a")
+            ended.set()
+            assert (await load).name == "b"
+
+    asyncio.run(run())
 
 
 def test_refusals_reach_the_caller(engine: Engine) -> None:
