@@ -1,7 +1,7 @@
 """Plain torch, Triton and decode graphs on a CUDA device: cases equal PEFT's tokens, the audit
 explains every byte.
 
-Needs a CUDA device: `scripts/test -m gpu`.
+Needs a CUDA device: `scripts/test gpu`.
 """
 
 import json

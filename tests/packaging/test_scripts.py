@@ -87,3 +87,15 @@ def test_a_failed_install_is_tried_again(bare: Path) -> None:
     fake_python(bare / ".venv" / "bin" / "python", '[[ "$2" != pip ]]')
     assert last_line(run(bare, "test")) == "pip could not install the engine, see above"
     assert last_line(run(bare, "test")) == "pip could not install the engine, see above"
+
+
+@pytest.mark.parametrize("has_card", [True, False])
+def test_gpu_tests_need_a_card(bare: Path, has_card: bool) -> None:
+    calls = bare.parent / "calls"
+    body = f'echo "$@" >> {calls}; [[ "$2" != *is_available* ]] || exit {int(not has_card)}'
+    fake_python(bare / ".venv" / "bin" / "python", body)
+    done = run(bare, "test", "gpu", "-k", "name")
+    if has_card:
+        assert calls.read_text().splitlines()[-1] == "-m pytest -m gpu -k name"
+    else:
+        assert last_line(done) == ("scripts/test gpu: torch finds no CUDA device on this machine")
