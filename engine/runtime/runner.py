@@ -25,13 +25,13 @@ from engine.runtime.sampler import TokenLogprobs
 class RunOutput:
     """What a step gives, for its rows in their order.
 
-    `logits` [N, vocab] of the rows that sample. `finite`: whether all hidden states of the row's
-    tokens are finite numbers. `prompt_logprobs`: for rows that ask for them, one entry for each
-    prompt token after those that the step computed.
+    `logits` [N, vocab] of the rows that sample. `finite` bool [rows] on the device: whether all
+    hidden states of the row's tokens are finite numbers. `prompt_logprobs`: for rows that ask for
+    them, one entry for each prompt token after those that the step computed.
     """
 
     logits: torch.Tensor
-    finite: tuple[bool, ...]
+    finite: torch.Tensor
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...]
 
 
@@ -58,14 +58,16 @@ class ModelRunner:
         hidden = self._replayed(rows)
         if hidden is None:
             hidden = self.model.forward(self._step(rows), self.attention)
-        finite = hidden.sum(-1).isfinite().tolist()
         stops = list(itertools.accumulate(row.num_new for row in rows))
         spans = [slice(stop - row.num_new, stop) for row, stop in zip(rows, stops, strict=True)]
         sampling = [index for index, row in enumerate(rows) if row.samples]
-        last = torch.tensor([stops[index] - 1 for index in sampling], dtype=torch.int64)
+        last = [stops[index] - 1 for index in sampling]
+        chosen = hidden
+        if len(last) < len(hidden):  # an index from the host would wait for the device
+            chosen = hidden[torch.tensor(last, dtype=torch.int64).to(self.device)]
         return RunOutput(
-            self._logits(hidden[last.to(self.device)], [rows[index] for index in sampling]),
-            tuple(all(finite[span]) for span in spans),
+            self._logits(chosen, [rows[index] for index in sampling]),
+            self._finite(hidden, rows),
             tuple(
                 self._prompt_logprobs(row, hidden[span])
                 for row, span in zip(rows, spans, strict=True)
@@ -85,6 +87,15 @@ class ModelRunner:
         ]
         embedding_lora = self.lora_manager.bind(Part.embedding, [(uses, 1) for uses in adapters])
         return self.graphs.run(inputs, self.lora_manager.graph_uses(adapters), embedding_lora)
+
+    def _finite(self, hidden: torch.Tensor, rows: Sequence[ScheduledRow]) -> torch.Tensor:
+        finite = hidden.sum(-1).isfinite()
+        if len(finite) == len(rows):
+            return finite
+        counts = torch.tensor([row.num_new for row in rows])
+        owners = torch.arange(len(rows)).repeat_interleave(counts).to(self.device)
+        faults = torch.zeros(len(rows), dtype=torch.int32, device=self.device)
+        return faults.index_add_(0, owners, (~finite).int()) == 0
 
     def _logits(self, hidden: torch.Tensor, rows: Sequence[ScheduledRow]) -> torch.Tensor:
         """One row of hidden states for each of `rows`."""

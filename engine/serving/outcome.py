@@ -32,35 +32,38 @@ def outcomes(
     run: RunOutput, rows: Sequence[ScheduledRow], samples: Sequence[Sample], sampler: Sampler
 ) -> list[Outcome]:
     """Outcomes of `rows`, which belong to `samples`; those that sample get their tokens here."""
-    drawn = iter(
-        _draw(
-            run.logits,
-            [sample for row, sample in zip(rows, samples, strict=True) if row.samples],
-            sampler,
-        )
-    )
+    drawing = [sample for row, sample in zip(rows, samples, strict=True) if row.samples]
+    tokens, finite = _draw(run, drawing, sampler)
+    drawn = iter(tokens)
     found = []
     for index, (row, sample) in enumerate(zip(rows, samples, strict=True)):
         outcome = next(drawn) if row.samples else Outcome()
-        fault = outcome.fault if run.finite[index] else _out_of_range(sample)
+        fault = outcome.fault if finite[index] else _out_of_range(sample)
         found.append(replace(outcome, prompt_logprobs=run.prompt_logprobs[index], fault=fault))
     return found
 
 
-def _draw(logits: torch.Tensor, samples: Sequence[Sample], sampler: Sampler) -> list[Outcome]:
-    """A token for each sample from its row of logits [N, V]."""
+def _draw(
+    run: RunOutput, samples: Sequence[Sample], sampler: Sampler
+) -> tuple[list[Outcome], list[int]]:
+    """A token for each sample from its row of logits, and which rows of the step are finite: all
+    come from the device in one copy.
+    """
     if not samples:
-        return []
-    output = sampler.sample(logits, [sample.row for sample in samples])
-    table = torch.stack([output.token_ids, output.finite.long(), output.open.long()]).tolist()
+        return [], run.finite.tolist()
+    output = sampler.sample(run.logits, [sample.row for sample in samples])
+    parts = (output.token_ids, output.finite, output.open, run.finite)
+    table = torch.cat([part.to(torch.int64) for part in parts]).tolist()
+    count = len(samples)
+    columns = table[:count], table[count : 2 * count], table[2 * count : 3 * count]
     found = []
     for sample, logprobs, token_id, finite, is_open in zip(
-        samples, output.logprobs, *table, strict=True
+        samples, output.logprobs, *columns, strict=True
     ):
         fault = "" if finite else _out_of_range(sample)
         fault = fault or sample.grammar_error or ("" if is_open else NOTHING_LEFT)
         found.append(Outcome(token_id, logprobs, fault=fault))
-    return found
+    return found, table[3 * count :]
 
 
 def _out_of_range(sample: Sample) -> str:
