@@ -51,6 +51,7 @@ class CommandName(Enum):
     plan = "plan"
     wiring = "wiring"
     bench = "bench"
+    serve = "serve"
 
 
 class LogLevel(Enum):
@@ -70,8 +71,16 @@ def _at_least(key: str, value: float | None, low: float) -> None:
     _check(key, value, value is None or value >= low, f"a number >= {low}")
 
 
+def _above(key: str, value: float | None, low: float) -> None:
+    _check(key, value, value is None or value > low, f"a number above {low}")
+
+
 def _within(key: str, value: float, low: float, high: float) -> None:
     _check(key, value, low <= value <= high, f"a number from {low} to {high}")
+
+
+def _not_blank(key: str, value: str | None) -> None:
+    _check(key, value, value is None or bool(value.strip()), "a text that is not empty")
 
 
 @dataclass(slots=True)
@@ -119,6 +128,7 @@ class DeviceConfig:
 class LoRAConfig:
     """Adapters. `adapters` maps names to directories ("demo:NAME" is one that ships with the
     engine). `saved_modules`: whole embeddings or heads (modules_to_save) that may be resident.
+    `resolve`: the server looks for adapters that it does not know in `server.adapter_roots`.
     """
 
     _target_: str = "engine.lora.manager.LoRAManager"
@@ -129,6 +139,7 @@ class LoRAConfig:
     eviction: EvictionPolicy = EvictionPolicy.lru
     adapters: dict[str, str] = field(default_factory=dict)
     pinned: list[str] = field(default_factory=list)
+    resolve: bool = False
 
     def __post_init__(self) -> None:
         _within("lora.max_loras_per_batch", self.max_loras_per_batch, 0, 4096)
@@ -276,6 +287,54 @@ class CommandConfig:
 
 
 @dataclass(slots=True)
+class ServerConfig:
+    """`command=serve`: where it listens, who may call, how much is taken, and what happens when
+    the engine process dies. Limits that are None are off.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_keys_file: str | None = None
+    admin_keys_file: str | None = None
+    adapter_roots: list[str] = field(default_factory=list)
+    max_body_bytes: int = 4 << 20
+    max_adapter_body_bytes: int = 1 << 30
+    max_prompt_tokens: int | None = None
+    max_n: int = 16
+    max_requests: int = 1024
+    request_timeout_s: float | None = 600.0
+    max_stream_events: int = 1024
+    drain_timeout_s: float = 30.0
+    max_restarts: int = 3
+    restart_window_s: float = 600.0
+    access_log: bool = False
+    json_log: bool = False
+    otel_endpoint: str | None = None
+    page: bool = True
+    max_adapter_labels: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("host", "served_model_name", "api_keys_file", "admin_keys_file"):
+            _not_blank(f"server.{name}", getattr(self, name))
+        for root in self.adapter_roots:
+            _not_blank("server.adapter_roots", root)
+        _not_blank("server.otel_endpoint", self.otel_endpoint)
+        _within("server.port", self.port, 0, 65535)
+        _within("server.max_body_bytes", self.max_body_bytes, 1, 1 << 30)
+        _within("server.max_adapter_body_bytes", self.max_adapter_body_bytes, 1, 2 << 30)
+        _at_least("server.max_prompt_tokens", self.max_prompt_tokens, 1)
+        _within("server.max_n", self.max_n, 1, 128)
+        _at_least("server.max_requests", self.max_requests, 1)
+        _above("server.request_timeout_s", self.request_timeout_s, 0)
+        _at_least("server.max_stream_events", self.max_stream_events, 1)
+        _at_least("server.drain_timeout_s", self.drain_timeout_s, 0)
+        _at_least("server.max_restarts", self.max_restarts, 0)
+        _above("server.restart_window_s", self.restart_window_s, 0)
+        _at_least("server.max_adapter_labels", self.max_adapter_labels, 0)
+
+
+@dataclass(slots=True)
 class EngineConfig:
     """Root of the tree. `components` holds classes of one's own (`name: {_target_: pkg.Class, key:
     value}`).
@@ -289,6 +348,7 @@ class EngineConfig:
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
     command: CommandConfig = field(default_factory=CommandConfig)
     components: dict[str, Any] = field(default_factory=dict)
     log_level: LogLevel = LogLevel.info

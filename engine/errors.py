@@ -8,6 +8,8 @@ EngineError
  +-- ModelError       the base model's files are missing, incomplete or unsupported
  +-- AdapterError     an adapter is refused, or an operation on one is
  +-- RequestError     a request is refused
+ +-- EngineDiedError  the engine process is gone, or leaving
+ +-- SlowReaderError  a stream was read too slowly
 
 `assert` is for programmer invariants only.
 """
@@ -39,6 +41,14 @@ class AdapterError(EngineError):
 
 class RequestError(EngineError):
     """A request cannot be served: says what is wrong with it and how much is allowed."""
+
+
+class EngineDiedError(EngineError):
+    """The engine process cannot answer: it has died, is starting anew or is shutting down."""
+
+
+class SlowReaderError(EngineError):
+    """A stream was given up because its reader was too far behind."""
 
 
 def first_few(names: list[str], num_shown: int) -> str:

@@ -6,7 +6,6 @@ a config that is refused does not pay for them.
 
 import gc
 import os
-import sys
 import traceback
 from typing import cast
 
@@ -15,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from engine.cli.explain import unknown_key
 from engine.cli.schema import surplus_keys
 from engine.commands.result import JobResult
-from engine.config import EngineConfig, LogLevel
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 # OpenMP reads this when torch is first imported. By default idle threads spin, which slows small
@@ -24,7 +23,7 @@ IDLE_THREADS_SLEEP = ("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def run_job(cfg: DictConfig) -> JobResult:
-    """Run the command that `cfg` names in a container of its own.
+    """Run the command that `cfg` names, in a container of its own.
 
     Raises ConfigError or an omegaconf error on a bad value and whatever the command raises; by then
     nothing of the container is alive, not even through the exception's traceback.
@@ -32,15 +31,18 @@ def run_job(cfg: DictConfig) -> JobResult:
     for key in surplus_keys(cfg):
         raise ConfigError(unknown_key(key, str(OmegaConf.select(cfg, key))))
     config = cast(EngineConfig, OmegaConf.to_object(cfg))
-    _log_to_stderr(config.log_level)
     os.environ.setdefault(*IDLE_THREADS_SLEEP)
     from engine import wiring
-    from engine.commands import find_command
+    from engine.commands import ON_CONFIG, find_command
+    from engine.server.logs import log_to_stderr
 
-    container = None
+    log_to_stderr(config.log_level, json=config.server.json_log)
+    command, container = find_command(config.command.name), None
     try:
+        if config.command.name in ON_CONFIG:
+            return command(config)
         container = wiring.build(config)
-        return find_command(config.command.name)(container)
+        return command(container)
     except Exception as error:
         _clear_frames(error)
         raise
@@ -49,19 +51,6 @@ def run_job(cfg: DictConfig) -> JobResult:
             container.reset_singletons()
             del container
         _collect()
-
-
-def _log_to_stderr(level: LogLevel) -> None:
-    from loguru import logger
-
-    logger.remove()
-    logger.add(
-        sys.stderr,
-        level=level.value.upper(),
-        format="<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> {message}",
-        backtrace=False,
-        diagnose=False,
-    )
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -1,19 +1,19 @@
-"""What `python -m engine` can do: one module per command, each takes the built container.
+"""What `python -m engine` can do: one module per command. Its `run` takes the built container; those
+of ON_CONFIG take the config and see to the container themselves.
 
 Modules are imported when their command runs, so that asking for help imports none of them.
 """
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
 from engine.commands.result import JobResult
 from engine.config import CommandName
 
-if TYPE_CHECKING:
-    from engine.containers import EngineContainer
+Command = Callable[[Any], JobResult]
 
-Command = Callable[["EngineContainer"], JobResult]
+ON_CONFIG = frozenset({CommandName.serve})
 
 
 def find_command(name: CommandName) -> Command:

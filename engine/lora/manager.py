@@ -23,8 +23,8 @@ from engine.lora.adapter_file import adapter_from_tensors, read_adapter
 from engine.lora.base import AdapterBase
 from engine.lora.binder import Row, StepBinder, portions_of
 from engine.lora.pool_image import PoolImage
-from engine.lora.ref import LoRARef, LoRAUpdateOutput, LoRAUse
-from engine.lora.residency import Loaded, Residency
+from engine.lora.ref import LoRARef, LoRAStatus, LoRAUpdateOutput, LoRAUse
+from engine.lora.residency import Loaded, PoolTraffic, Residency
 from engine.lora.slots import Resident
 from engine.memory.ledger import MemoryLedger, Receipt, format_bytes
 from engine.models.decoder import DecoderModel
@@ -76,6 +76,11 @@ class LoRAManager:
         """Adapters in the pool now."""
         return self._residency.residents
 
+    @property
+    def traffic(self) -> PoolTraffic:
+        """What went to the pool and had to leave it."""
+        return self._residency.traffic
+
     # ------------------------------------------------------------------ load, unload, list
 
     def read_lora_adapter(self, lora_ref: LoRARef) -> ReadAdapter:
@@ -84,6 +89,13 @@ class LoRAManager:
         """
         directory, targets = _adapter_directory(lora_ref.path), self._base.targets
         return self._read(lora_ref, lambda: read_adapter(directory, targets))
+
+    def read_lora_adapter_from_tensors(
+        self, lora_ref: LoRARef, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+    ) -> ReadAdapter:
+        """Check tensors in the same way, on any thread. Raises AdapterError."""
+        targets = self._base.targets
+        return self._read(lora_ref, lambda: adapter_from_tensors(tensors, config, targets))
 
     def load_lora_adapter(
         self, lora_ref: LoRARef, *, replace: bool = False, read: ReadAdapter | None = None
@@ -124,6 +136,19 @@ class LoRAManager:
     def list_adapters(self) -> tuple[LoRARef, ...]:
         """References of all adapters that requests may name, in the order of loading."""
         return tuple(self._by_id[lora_id].ref for lora_id in self._by_name.values())
+
+    def statuses(self) -> tuple[LoRAStatus, ...]:
+        """The same, as they stand."""
+        residents = {own.lora_id for own in self.residents}
+        loads = [self._by_id[lora_id] for lora_id in self._by_name.values()]
+        return tuple(
+            LoRAStatus(own.ref, own.layout.rank, own.ref.lora_id in residents, own.num_open)
+            for own in loads
+        )
+
+    def name(self, use: LoRAUse) -> str:
+        """What a load was called when the request that uses it began."""
+        return self._by_id[use.lora_id].ref.name
 
     def resolve(self, name: str) -> LoRARef:
         """The current load behind `name`. Raises AdapterError that lists the known names."""
@@ -262,10 +287,10 @@ class LoRAManager:
         config: Mapping[str, Any],
         replace: bool = False,
     ) -> LoadReport:
-        def make() -> HostAdapter:
-            return adapter_from_tensors(tensors, config, self._base.targets)
+        def read() -> ReadAdapter:
+            return self.read_lora_adapter_from_tensors(ref, tensors, config)
 
-        return self._load(ref, lambda: self._read(ref, make), replace)
+        return self._load(ref, read, replace)
 
     def _load(self, ref: LoRARef, read: Callable[[], ReadAdapter], replace: bool) -> LoadReport:
         """Read and register; an AdapterError leaves all as it was."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from engine.lora.adapter import LoadReport
 
+# In the place of a path: the load came from tensors in memory.
+FROM_TENSORS = "tensors"
+
 
 @dataclass(frozen=True, slots=True)
 class LoRARef:
@@ -16,6 +19,18 @@ class LoRARef:
     path: str
     pinned: bool = False
     lora_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAStatus:
+    """What has become of a load: its rank, whether it has its place in the pool, and how many open
+    requests hold it.
+    """
+
+    ref: LoRARef
+    rank: int
+    resident: bool
+    num_open: int
 
 
 @dataclass(frozen=True, slots=True)

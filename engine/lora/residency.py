@@ -4,6 +4,7 @@ A load that does not fit alone, or adapters of one request that could never be t
 refused; whoever is only in the way waits or is evicted. Knows nothing of names or files.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,12 +38,24 @@ class Loaded:
     image: PoolImage
     placement: Placement | None = None
     arrival: Arrival | None = None
+    placed_at: float = 0.0
     num_open: int = 0
     retired: bool = False
 
     @property
     def layout(self) -> AdapterLayout:
         return self.image.layout
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTraffic:
+    """Since the start: adapters that arrived in the pool, seconds that they were on their way, and
+    adapters that gave way to others.
+    """
+
+    num_loads: int
+    load_seconds: float
+    num_evictions: int
 
 
 class Residency:
@@ -56,6 +69,7 @@ class Residency:
         alignment = model.ops.row_alignment
         num_rows, num_matrices = _pool_rows(cfg, alignment), _pool_matrices(cfg, device)
         self._arriving: list[Loaded] = []
+        self._num_loads, self._load_seconds = 0, 0.0
         self.pool = RankPool(model, num_rows, num_matrices, device, ledger)
         self.slots = Slots(
             cfg.max_loras_per_batch,
@@ -69,6 +83,10 @@ class Residency:
     @property
     def residents(self) -> tuple[Resident, ...]:
         return self.slots.residents
+
+    @property
+    def traffic(self) -> PoolTraffic:
+        return PoolTraffic(self._num_loads, self._load_seconds, self.slots.num_evictions)
 
     def placement(self, loaded: Loaded) -> Placement:
         """Where an active load lies."""
@@ -93,6 +111,7 @@ class Residency:
             return False
         rows = resident.row_start, resident.row_start + resident.num_rows
         loaded.placement = Placement(layout, *rows, resident.matrices)
+        loaded.placed_at = time.perf_counter()
         loaded.arrival = self.pool.write(loaded.placement, loaded.image)
         resident.loading = True
         self._arriving.append(loaded)
@@ -210,6 +229,8 @@ class Residency:
                 continue
             if loaded.arrival is None or loaded.arrival.done:
                 resident.loading = False
+                self._num_loads += 1
+                self._load_seconds += time.perf_counter() - loaded.placed_at
             else:
                 under_way.append(loaded)
         self._arriving = under_way

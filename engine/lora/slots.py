@@ -58,6 +58,7 @@ class Slots:
         self._row_alignment = row_alignment
         self._residents: dict[str, Resident] = {}
         self._clock = 0
+        self.num_evictions = 0
 
     @property
     def residents(self) -> tuple[Resident, ...]:
@@ -98,7 +99,7 @@ class Slots:
         if victims is None:
             return None
         for victim in victims:
-            self.remove(victim.lora_id)
+            self._evict(victim)
         start = self.ranges.take(num_rows)
         assert start is not None, "victims did not make room"
         now = self._tick()
@@ -136,7 +137,7 @@ class Slots:
         """Free slots and ranges of all adapters that are neither used nor pinned nor loading."""
         for resident in self.residents:
             if resident.evictable:
-                self.remove(resident.lora_id)
+                self._evict(resident)
 
     def set_pinned(self, lora_id: str, pinned: bool) -> bool:
         """Pin or unpin a resident adapter; False if it is not resident or was so already."""
@@ -158,6 +159,10 @@ class Slots:
         assert resident.users > 0, f"{lora_id} is released more often than used"
         resident.users -= 1
         return resident
+
+    def _evict(self, resident: Resident) -> None:
+        self.remove(resident.lora_id)
+        self.num_evictions += 1
 
     def _tick(self) -> int:
         self._clock += 1

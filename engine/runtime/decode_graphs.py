@@ -42,16 +42,24 @@ class DecodeGraphRunner:
         logger.info("decode graphs: {} captured, for {} rows", len(self._graphs), sizes)
 
     def run(
-        self, rows: Sequence[DecodeRow], uses: Sequence[Any], embedding_lora: Any
+        self,
+        rows: Sequence[DecodeRow],
+        uses: Sequence[Any],
+        embedding_lora: Any,
+        token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Hidden states [N, hidden] of 1..max_rows rows, which the next run overwrites; None if the
-        adapters' `uses` (TokenUses) are more than a graph holds.
+        adapters' `uses` (TokenUses) are more than a graph holds. `token_ids` int64 [N] are in the
+        place of the rows' own, if these are known on the device alone.
         """
         if uses and not self._lora.fill(uses):
             return None
         size = next(size for size in self._sizes if size >= len(rows))
         self._inputs.fill(rows, size)
+        own_ids = self._inputs.token_ids[: len(rows)]
+        if token_ids is not None:
+            own_ids.copy_(token_ids)
         hidden: torch.Tensor = self._inputs.hidden[: len(rows)]
-        hidden.copy_(self._model.embedding(self._inputs.token_ids[: len(rows)], embedding_lora))
+        hidden.copy_(self._model.embedding(own_ids, embedding_lora))
         self._graphs[size, bool(uses)]()
         return hidden

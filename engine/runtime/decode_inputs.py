@@ -43,7 +43,10 @@ class DecodeInputs:
     ) -> None:
         size = _COLUMNS * max_rows + max_rows * max_pages
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
-        self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        self._staged, self._staged_before = (
+            torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
+        )
         columns = self._packed[: _COLUMNS * max_rows].view(_COLUMNS, max_rows)
         self.token_ids, self.positions, self.slots, self.lengths = columns
         self.page_table = torch.zeros((max_rows, max_pages), dtype=torch.int32, device=device)
@@ -58,9 +61,10 @@ class DecodeInputs:
         return 4 * numbers + max_rows * hidden_size * dtype.itemsize
 
     def fill(self, rows: Sequence[DecodeRow], padded_rows: int) -> None:
-        """Describe a step of `rows`, padded to `padded_rows`. The copies do not wait: the last
-        step's must be done, which they are once its tokens were read.
+        """Describe a step of `rows`, padded to `padded_rows`. The copies do not wait: those of the
+        step before the last must be done, which they are once its tokens were read.
         """
+        self._staged, self._staged_before = self._staged_before, self._staged
         count, staged = len(rows), self._staged.numpy()
         columns = staged[: _COLUMNS * self._max_rows].reshape(_COLUMNS, self._max_rows)
         columns[0, :count] = [row.token_id for row in rows]

@@ -27,12 +27,14 @@ class RunOutput:
 
     `logits` [N, vocab] of the rows that sample. `finite` bool [rows] on the device: whether all
     hidden states of the row's tokens are finite numbers. `prompt_logprobs`: for rows that ask for
-    them, one entry for each prompt token after those that the step computed.
+    them, one entry for each prompt token after those that the step computed. `replayed`: decode
+    graphs ran the step.
     """
 
     logits: torch.Tensor
     finite: torch.Tensor
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...]
+    replayed: bool = False
 
 
 class ModelRunner:
@@ -56,6 +58,7 @@ class ModelRunner:
     def run(self, rows: Sequence[ScheduledRow]) -> RunOutput:
         """Compute the rows."""
         hidden = self._replayed(rows)
+        replayed = hidden is not None
         if hidden is None:
             hidden = self.model.forward(self._step(rows), self.attention)
         stops = list(itertools.accumulate(row.num_new for row in rows))
@@ -72,21 +75,37 @@ class ModelRunner:
                 self._prompt_logprobs(row, hidden[span])
                 for row, span in zip(rows, spans, strict=True)
             ),
+            replayed,
         )
 
-    def _replayed(self, rows: Sequence[ScheduledRow]) -> torch.Tensor | None:
+    @torch.inference_mode()
+    def run_ahead(self, rows: Sequence[ScheduledRow], token_ids: torch.Tensor) -> RunOutput | None:
+        """The step after the one of decoding `rows` that is under way, whose tokens `token_ids`
+        int64 [rows] are known on the device alone; None if no graph can run it.
+        """
+        hidden = self._replayed(rows, token_ids)
+        if hidden is None:
+            return None
+        nothing = ((),) * len(rows)
+        return RunOutput(self._logits(hidden, rows), self._finite(hidden, rows), nothing, True)
+
+    def _replayed(
+        self, rows: Sequence[ScheduledRow], token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Hidden states of a step of decoding rows by a graph; None if none can run it."""
         if len(rows) > self.graphs.max_rows or any(row.num_new > 1 for row in rows):
             return None
         adapters = [row.request.adapters for row in rows]
-        contexts = [_context(row) for row in rows]
+        ahead = int(token_ids is not None)
+        contexts = [RowContext(r.request.pages, r.request.num_computed + ahead, 1) for r in rows]
         slots = new_slots(contexts, self.attention.page_size).tolist()
         inputs = [
-            DecodeRow(_token_ids(row)[0], row.request.num_computed, slot, row.request.pages)
-            for row, slot in zip(rows, slots, strict=True)
+            DecodeRow(0 if ahead else _token_ids(row)[0], own.num_computed, slot, own.pages)
+            for row, own, slot in zip(rows, contexts, slots, strict=True)
         ]
         embedding_lora = self.lora_manager.bind(Part.embedding, [(uses, 1) for uses in adapters])
-        return self.graphs.run(inputs, self.lora_manager.graph_uses(adapters), embedding_lora)
+        uses = self.lora_manager.graph_uses(adapters)
+        return self.graphs.run(inputs, uses, embedding_lora, token_ids)
 
     def _finite(self, hidden: torch.Tensor, rows: Sequence[ScheduledRow]) -> torch.Tensor:
         finite = hidden.sum(-1).isfinite()

@@ -8,6 +8,8 @@ goes back to its place in the line and is recomputed later. The most important o
 preempted, and `submit` refuses what could not run alone, so that something always advances.
 """
 
+from collections.abc import Sequence
+
 from loguru import logger
 
 from engine.config import SchedulerConfig
@@ -35,6 +37,8 @@ class Scheduler:
         self.lora_manager = lora_manager
         self.waiting = WaitingQueue(cfg.max_skips, cfg.drain_after_s)
         self.running: dict[int, Request] = {}
+        # Since the start; a preempted request's prompt counts once.
+        self.num_prompt_tokens = self.num_cached_prompt_tokens = self.num_generated_tokens = 0
         self.num_preemptions = 0
         # Pages that the tokens of running requests will need beyond those they have.
         self._num_promised = 0
@@ -71,6 +75,22 @@ class Scheduler:
                 budget -= self._add_row(rows, request, budget)
         return list(rows.values())
 
+    def extend(self, rows: Sequence[ScheduledRow]) -> bool:
+        """Pages for one more token of each of `rows`, which decode in a step that is under way, so
+        that the same rows can go on before their tokens are known. False, and nothing taken, if
+        somebody waits or there are too few.
+        """
+        missing = [
+            max(0, self.pages.pages_for(row.request.num_computed + 2) - len(row.request.pages))
+            for row in rows
+        ]
+        if len(self.waiting) or sum(missing) > self.prefix_cache.num_available:
+            return False
+        for row, count in zip(rows, missing, strict=True):
+            if count:
+                row.request.pages.extend(self.prefix_cache.allocate(count))
+        return True
+
     def advance(self, row: ScheduledRow, token_id: int | None) -> None:
         """A step has computed `row`; `token_id` was sampled from it if it samples."""
         request = row.request
@@ -78,6 +98,7 @@ class Scheduler:
         self._cache_full_pages(request)
         if token_id is not None:
             request.output_ids.append(token_id)
+            self.num_generated_tokens += 1
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request, waiting or running, and give back all it holds. Does nothing the second
@@ -135,6 +156,9 @@ class Scheduler:
             num_hit = min(request.num_computed, len(request.prompt_ids))
             request.num_cached_tokens = num_hit
             self.prefix_cache.count(len(request.prompt_ids), num_hit)
+        if not request.num_preemptions:
+            self.num_prompt_tokens += len(request.prompt_ids)
+            self.num_cached_prompt_tokens += request.num_cached_tokens
         self.running[request.request_id] = request
         logger.debug("request {}: admitted, {} tokens", request.request_id, request.num_tokens)
         return Verdict.admitted

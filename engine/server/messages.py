@@ -168,7 +168,7 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     adapter: AdapterInfo | None = None
 
 
-class StepReport(msgspec.Struct, tag=True, frozen=True):
+class StepReport(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Everything that one turn of the engine's loop has to tell, in one message.
 
     `adapters` is set when the list or a readiness changed, `stats` when a number did.

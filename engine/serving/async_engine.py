@@ -3,23 +3,20 @@ between steps.
 """
 
 import asyncio
-import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar, cast
 
-from loguru import logger
-
 from engine.lora.ref import LoRARef
 from engine.runtime.sampling_params import SamplingParams
 from engine.serving.engine import Engine
 from engine.serving.inputs import AdapterChoice, Prompt
+from engine.serving.loop import EngineLoop
 from engine.serving.output import TokenEvent
 
 _Result = TypeVar("_Result")
-_Task = tuple[Callable[[], object], Future[object]]
 
 
 class AsyncEngine:
@@ -29,16 +26,18 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._listeners: dict[int, Callable[[TokenEvent], None]] = {}
-        self._thread = threading.Thread(target=self._loop, name="engine-loop", daemon=True)
+        self._loop = EngineLoop(self._tell)
+        self._thread = threading.Thread(
+            target=self._loop.run, args=(engine,), name="engine-loop", daemon=True
+        )
 
     async def __aenter__(self) -> "AsyncEngine":
         self._thread.start()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._tasks.put(None)
+        self._loop.stop()
         await asyncio.to_thread(self._thread.join)
 
     async def stream(
@@ -77,7 +76,7 @@ class AsyncEngine:
                 num_open -= event.finish_reason is not None
         finally:
             # Runs after `add`, also if that was given up before it began.
-            self._tasks.put((lambda: self._drop(request_ids), Future()))
+            self._loop.hand_over(lambda: self._drop(request_ids))
 
     async def load_adapter(
         self, name: str, path: str | Path, *, pinned: bool = False, replace: bool = False
@@ -98,7 +97,7 @@ class AsyncEngine:
 
     async def _run(self, task: Callable[[], _Result]) -> _Result:
         future: Future[object] = Future()
-        self._tasks.put((task, future))
+        self._loop.hand_over(lambda: _fulfil(future, task))
         return cast(_Result, await asyncio.wrap_future(future))
 
     def _drop(self, request_ids: Sequence[int]) -> None:
@@ -106,36 +105,18 @@ class AsyncEngine:
             self._listeners.pop(request_id, None)
             self.engine.abort(request_id)
 
-    def _loop(self) -> None:
-        while self._run_tasks():
-            for event in self._step():
-                listener = self._listeners.get(event.request_id)
-                if listener is not None:
-                    listener(event)
+    def _tell(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            listener = self._listeners.get(event.request_id)
+            if listener is not None:
+                listener(event)
 
-    def _step(self) -> list[TokenEvent]:
-        """One step; a fault of the engine itself ends all requests with an error, not the loop."""
-        try:
-            return self.engine.step()
-        except Exception as error:
-            logger.exception("the engine's step failed")
-            return self.engine.fail_all(str(error))
 
-    def _run_tasks(self) -> bool:
-        """Run what was handed over, waiting for it when there is nothing to compute; False to
-        stop.
-        """
-        while True:
-            try:
-                task = self._tasks.get(block=not self.engine.has_work)
-            except queue.Empty:
-                return True
-            if task is None:
-                return False
-            call, future = task
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
+def _fulfil(future: Future[object], task: Callable[[], object]) -> None:
+    """Run the task of a future that nobody gave up."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(task())
+    except BaseException as error:
+        future.set_exception(error)

@@ -19,7 +19,7 @@ from loguru import logger
 from engine.config import SamplingConfig
 from engine.errors import AdapterError, EngineError, RequestError
 from engine.lora.manager import LoRAManager, ReadAdapter
-from engine.lora.ref import LoRARef, LoRAUpdateOutput
+from engine.lora.ref import FROM_TENSORS, LoRARef, LoRAUpdateOutput
 from engine.memory.audit import MemoryAudit
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderModel
@@ -29,6 +29,7 @@ from engine.runtime.runner import ModelRunner
 from engine.runtime.sampler import Sampler, TokenLogprobs
 from engine.runtime.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
+from engine.serving.flight import Flight, Outcome
 from engine.serving.group import RequestGroup, Sample, sample_seed
 from engine.serving.inputs import (
     AdapterChoice,
@@ -40,7 +41,6 @@ from engine.serving.inputs import (
     per_prompt,
     prompt_ids,
 )
-from engine.serving.outcome import Outcome, outcomes
 from engine.serving.output import Completion, TextStream, TokenEvent
 from engine.serving.throughput import Throughput
 from engine.text.grammar import Grammars
@@ -76,6 +76,7 @@ class Engine:
         self.components: dict[str, object] = {}  # the user's own by name, set by the wiring
         self.grammars = Grammars(tokenizer, self._end_ids, model.spec.vocab_size)
         self._ids = itertools.count()
+        self._next_flight: Flight | None = None
         self._groups: dict[int, RequestGroup] = {}
         self._samples: dict[int, Sample] = {}
         self._seeds = random.SystemRandom()
@@ -152,22 +153,31 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> list[TokenEvent]:
-        """Compute one step. A failing step ends its own requests with reason "error"; the engine
-        goes on.
+        """Take one step's tokens, with the next one under way where decode graphs allow it. A
+        failing step ends its own requests with reason "error"; the engine goes on.
         """
-        rows = self.scheduler.schedule()
+        started = time.perf_counter()
+        flight, self._next_flight = self._next_flight, None
+        rows = self.scheduler.schedule() if flight is None else flight.rows
         if not rows:
             return []
-        started = time.perf_counter()
+        samples = [self._samples.get(row.request.request_id) for row in rows]
         try:
-            outcomes = self._compute(rows)
+            flight = flight or self._take_off(rows)
+            self._next_flight = self._follow(flight)
+            outcomes = flight.land()
         except Exception as error:
             logger.exception("step of {} rows failed", len(rows))
-            return [self._fail(self._samples[row.request.request_id], str(error)) for row in rows]
+            self._next_flight = None
+            return [self._fail(sample, str(error)) for sample in samples if sample is not None]
         num_tokens = sum(row.num_new for row in rows)
         prefill = any(row.num_new > 1 for row in rows)
         self.throughput.add(num_tokens, time.perf_counter() - started, prefill=prefill)
-        events = [self._take(*pair) for pair in zip(rows, outcomes, strict=True)]
+        events = [
+            self._take(row, sample, outcome)
+            for row, sample, outcome in zip(rows, samples, outcomes, strict=True)
+            if sample is not None  # else it has ended while the step was under way
+        ]
         return [event for event in events if event is not None]
 
     # ------------------------------------------------------------------ offline use
@@ -230,6 +240,13 @@ class Engine:
         """
         return self.lora_manager.read_lora_adapter(LoRARef(name, str(path)))
 
+    def read_adapter_from_tensors(
+        self, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+    ) -> ReadAdapter:
+        """The same for PEFT tensors and config from memory."""
+        ref = LoRARef(name, FROM_TENSORS)
+        return self.lora_manager.read_lora_adapter_from_tensors(ref, tensors, config)
+
     def load_adapter(
         self,
         name: str,
@@ -254,7 +271,7 @@ class Engine:
         replace: bool = False,
     ) -> LoRARef:
         """Load PEFT tensors and config from memory under `name`. Raises AdapterError."""
-        ref = LoRARef(name, "tensors")
+        ref = LoRARef(name, FROM_TENSORS)
         load = self.lora_manager.load_lora_adapter_from_tensors
         return _loaded(ref, load(ref, tensors, config, replace=replace))
 
@@ -280,14 +297,26 @@ class Engine:
         return LogitsState(request, self._end_ids, matcher, bad_words, vocab_size)
 
     @torch.inference_mode()
-    def _compute(self, rows: Sequence[ScheduledRow]) -> list[Outcome]:
+    def _take_off(self, rows: Sequence[ScheduledRow]) -> Flight:
         """One forward pass and, for rows that sample, one draw."""
         samples = [self._samples[row.request.request_id] for row in rows]
-        return outcomes(self.runner.run(rows), rows, samples, self.sampler)
+        return Flight(self.runner.run(rows), rows, samples, self.sampler)
 
-    def _take(self, row: ScheduledRow, outcome: Outcome) -> TokenEvent | None:
+    @torch.inference_mode()
+    def _follow(self, flight: Flight) -> Flight | None:
+        """The step after `flight` with the same rows, begun before its tokens are known; None where
+        these must be known first.
+        """
+        token_ids = flight.token_ids
+        if token_ids is None or not self.scheduler.extend(flight.rows):
+            return None
+        run = self.runner.run_ahead(flight.rows, token_ids)
+        if run is None:
+            return None
+        return Flight(run, flight.rows, flight.samples, self.sampler, follows=True)
+
+    def _take(self, row: ScheduledRow, sample: Sample, outcome: Outcome) -> TokenEvent | None:
         """Book what a step gave a row; an event if there is a new token or the row is faulty."""
-        sample = self._samples[row.request.request_id]
         if outcome.fault:
             return self._fail(sample, outcome.fault)
         sample.group.add_prompt_logprobs(row.request.num_computed, outcome.prompt_logprobs)

@@ -75,6 +75,16 @@ class Sample:
         return SamplingRow(request.params, request.seed, request.num_tokens, state)
 
     @property
+    def can_run_ahead(self) -> bool:
+        """Whether the token after the next depends on the next one through the model alone, and
+        there will be one, unless the next one ends the sample.
+        """
+        params = self.request.params
+        asks = self._state.active or params.logprobs is not None
+        is_open = self.request.finish_reason is None
+        return is_open and not asks and len(self.request.output_ids) + 1 < params.max_tokens
+
+    @property
     def grammar_error(self) -> str:
         """Why the grammar cannot go on; empty if all is well."""
         return self._state.error

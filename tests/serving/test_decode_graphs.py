@@ -70,6 +70,74 @@ def test_tokens_are_those_of_peft(bases: Path, make_engine: Callable[..., Engine
     assert {key[0] for key in counts} == {2, 4, 16} and all(lora for _, lora in counts)
 
 
+def test_a_step_is_under_way_while_the_last_one_lands(
+    bases: Path, make_engine: Callable[..., Engine]
+) -> None:
+    """Drawn tokens, stops and a late request give what an engine without graphs gives, and no
+    page is lost.
+    """
+    prompts = json.loads((CASES / NAMES[0] / "expected.json").read_text())["prompts"][:3]
+    wanted = [NAMES[0], None, NAMES[1]]
+
+    def served(engine: Engine) -> list[Any]:
+        longest = engine.sampling_params(temperature=0.9, seed=3, max_tokens=11, ignore_eos=True)
+        ids = [
+            engine.add_request(prompt, longest, name)
+            for prompt, name in zip(prompts, wanted, strict=True)
+        ]
+        for _ in range(4):
+            engine.step()
+        late = engine.sampling_params(temperature=0.5, seed=4, max_tokens=6, top_k=5)
+        ids.append(engine.add_request(prompts[0], late, NAMES[0]))
+        for _ in range(3):
+            engine.step()
+        engine.abort(ids[1])
+        return engine.run_to_end([ids[index] for index in (0, 2, 3)])
+
+    plain = make_engine(bases / "llama", memory_bytes=256 << 20)
+    for name in NAMES:
+        plain.load_adapter(name, CASES / name / "adapter")
+    engine = graph_engine(bases, make_engine)
+    ahead = []
+    run_ahead = engine.runner.run_ahead
+    engine.runner.run_ahead = lambda *args: ahead.append(1) or run_ahead(*args)  # type: ignore
+    expected, found = served(plain), served(engine)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert [c.finish_reason for c in found] == [c.finish_reason for c in expected]
+    assert len(ahead) > 5
+    assert not engine.has_work
+    engine.step()
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.prefix_cache.num_available == engine.scheduler.pages.num_pages
+
+
+def test_what_must_know_the_last_token_waits_for_it(
+    bases: Path, make_engine: Callable[..., Engine]
+) -> None:
+    engine = graph_engine(bases, make_engine)
+    engine.runner.run_ahead = None  # type: ignore
+    prompt = json.loads((CASES / NAMES[0] / "expected.json").read_text())["prompts"][0]
+    for changes in ({"repetition_penalty": 1.5}, {"logprobs": 1}, {"regex": "[ab]*"}):
+        sampling = engine.sampling_params(max_tokens=4, ignore_eos=True, **changes)
+        (completion,) = engine.generate([prompt], sampling)
+        assert completion.error == "" and completion.token_ids
+
+
+def test_a_stopped_answer_drops_the_step_under_way(
+    bases: Path, make_engine: Callable[..., Engine]
+) -> None:
+    engine = graph_engine(bases, make_engine)
+    case = json.loads((CASES / NAMES[0] / "expected.json").read_text())
+    greedy = case["base_greedy_ids"][0]
+    stop = engine.sampling_params(max_tokens=9, stop_token_ids=[greedy[4]], ignore_eos=True)
+    (completion,) = engine.generate([case["prompts"][0]], stop)
+    assert list(completion.token_ids) == greedy[: greedy.index(greedy[4]) + 1]
+    again = engine.sampling_params(max_tokens=6, ignore_eos=True)
+    (completion,) = engine.generate([case["prompts"][1]], again, NAMES[0])
+    assert list(completion.token_ids) == case["greedy_ids"][1][:6]
+    engine.scheduler.check_integrity()
+
+
 def test_base_rows_alone_run_the_graphs_without_adapters(
     bases: Path, make_engine: Callable[..., Engine]
 ) -> None:
@@ -114,7 +182,7 @@ def test_inputs() -> None:
     assert inputs.page_table[:2, :2].tolist() == [[3, 1], [4, 0]]
     pages = [4]
     inputs.fill([DecodeRow(1, 6, 3, pages)], 1)
-    assert inputs.page_table[0, 0] == 4 and inputs.lengths.tolist() == [7, 6, 0, 0]
+    assert inputs.page_table[0, 0] == 4 and inputs.lengths[0] == 7
     pages[0] = 6
     inputs.fill([DecodeRow(1, 6, 3, pages)], 1)
     assert inputs.page_table[0, 0] == 6
