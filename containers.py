@@ -90,7 +90,17 @@ class EngineContainer(containers.DeclarativeContainer):
         device=device,
         ledger=ledger,
     )
-    workspace = providers.Singleton(Workspace, cfg=cfg.scheduler, model=model, ledger=ledger)
+    workspace = providers.Singleton(
+        Workspace,
+        cfg=cfg.scheduler,
+        paging=cfg.memory,
+        kernels=cfg.kernels,
+        model=model,
+        lora_manager=lora_manager,
+        attention_space=attention_space,
+        device=device,
+        ledger=ledger,
+    )
 
     # size: the plan seals the ledger, what is left becomes KV pages
     memory_plan = providers.Singleton(

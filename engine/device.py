@@ -43,6 +43,7 @@ class Device:
         )
         self.torch_device = torch.device("meta") if cfg.dry else self._real
         # What earlier jobs of this process left (library workspaces) is not this container's.
+        self._allocated_at_reset = 0
         self._allocated_before = 0 if self.host_visible or self.dry else self._allocated()
 
     @property
@@ -95,6 +96,16 @@ class Device:
         if self.host_visible or self.dry:
             return None
         return self._allocated() - self._allocated_before
+
+    def forget_peak(self) -> None:
+        """Count the most bytes of live tensors anew."""
+        if not self.host_visible:
+            torch.cuda.reset_peak_memory_stats(self._real)
+            self._allocated_at_reset = self._allocated()
+
+    def peak_bytes(self) -> int:
+        """Most bytes of live tensors since `forget_peak`, beyond those that were alive then."""
+        return torch.cuda.max_memory_allocated(self._real) - self._allocated_at_reset
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self._real)

@@ -199,6 +199,10 @@ class LoRAManager:
             return None
         return self._binder.bind(part, self._placed(rows))
 
+    def bind_full(self, part: Part, num_tokens: int) -> Any:
+        """What `bind` gives where the most adapters of the largest rank share `num_tokens`."""
+        return self._binder.bind(part, self._residency.full_rows(num_tokens))
+
     def graph_uses(self, rows: Sequence[Sequence[LoRAUse]]) -> list[Any]:
         """What a GraphBatch takes for the adapters of rows of one token each."""
         if not any(rows):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.config import LoRAConfig
 from engine.device import Device
 from engine.errors import AdapterError, RequestError
-from engine.lora.adapter import AdapterLayout, HostAdapter
+from engine.lora.adapter import AdapterLayout, HostAdapter, Part
 from engine.lora.batch import Placement
 from engine.lora.pool_copies import Arrival
 from engine.lora.pool_image import PoolImage
@@ -197,6 +197,22 @@ class Residency:
                 f"{self.slots.num_slots}, {self.pool.num_rows} and {self.slots.num_matrices} "
                 "less those of pinned adapters"
             )
+
+    def full_rows(self, num_tokens: int) -> list[tuple[list[tuple[Placement, float]], int]]:
+        """Rows of as many adapters of the largest rank as fit, in equal shares of `num_tokens`; as
+        the binder takes them.
+        """
+        rows = min(self.max_rank, self.pool.num_rows)
+        step = self.slots.aligned_rows(rows)
+        count = min(self.slots.num_slots, self.pool.num_rows // step if step else 0, num_tokens)
+        layout = AdapterLayout(rows, None, None, frozenset(Part), ())
+        places = [Placement(layout, index * step, (index + 1) * step) for index in range(count)]
+        ends = [num_tokens * (index + 1) // count for index in range(count)]
+        starts = [0, *ends][:count]
+        return [
+            ([(place, 1.0)], stop - start)
+            for place, start, stop in zip(places, starts, ends, strict=True)
+        ]
 
     def check_integrity(self) -> None:
         """Assert that slots and ranges agree."""

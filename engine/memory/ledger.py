@@ -16,7 +16,8 @@ from engine.errors import CapacityError, WiringError
 class Receipt:
     """Proof of one reservation: `owner` may use `num_bytes` of the device for `what`.
 
-    Transient bytes are free again after each step; the others are held for good.
+    Transient bytes are not allocated between steps: they are free again, or lie in the private
+    pool of captured graphs. The others are held for good.
     """
 
     owner: str

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from engine.kernels.paged_attention import (
 )
 from engine.layers.attention import Attention, AttentionBackend, Rotation
 from engine.layers.step import Step
-from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderModel
 from engine.runtime.attention_space import AttentionSpace
 from engine.runtime.decode_inputs import DecodeInputs
@@ -57,6 +56,24 @@ class PagedStep:
     prefill: tuple[PrefillRow, ...]
 
 
+class PagedCaches(Protocol):
+    """What attention needs of a KV pool: caches [2, pages, K, page_size, D], one a layer, the last
+    page of which nobody owns.
+    """
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def null_page(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def layers(self) -> list[torch.Tensor]: ...
+
+
 class StepAttention(AttentionBackend):
     """A backend that describes a whole step at once; `name` is what the config calls it."""
 
@@ -76,7 +93,7 @@ class StepAttention(AttentionBackend):
 
 def open_attention(
     cfg: KernelsConfig,
-    kv_pool: KVPool,
+    kv_pool: PagedCaches,
     model: DecoderModel,
     device: Device,
     space: AttentionSpace,
@@ -104,7 +121,7 @@ class PagedAttention(StepAttention):
     """The plain-torch backend."""
 
     def __init__(
-        self, cfg: KernelsConfig, kv_pool: KVPool, model: DecoderModel, device: Device
+        self, cfg: KernelsConfig, kv_pool: PagedCaches, model: DecoderModel, device: Device
     ) -> None:
         self.name = cfg.attention.value
         self._caches = kv_pool.layers

@@ -2,8 +2,6 @@
 against a KV pool of a page, and thrown away.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from engine.config import KernelSet, MemoryConfig
@@ -13,19 +11,12 @@ from engine.models.decoder import DecoderModel
 from engine.runtime.attention_space import AttentionSpace
 from engine.runtime.decode_space import DecodeSpace
 from engine.runtime.graph_capture import GraphCapturer, capture_layers
+from engine.runtime.probe_pool import ProbePool
 
 # A captured layer, and numbers that live at once for each row and width of the widest linear; used
 # where nothing can be captured.
 _LAYER_BYTES = 64 << 10
 _LIVE_NUMBERS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class ProbePool:
-    """As much of a KV pool as attention needs."""
-
-    page_size: int
-    layers: list[torch.Tensor]
 
 
 class GraphProbe:
@@ -51,7 +42,7 @@ class GraphProbe:
             num_bytes = _measured_bytes(paging, space, attention_space, model, device, num_graphs)
             how = "measured"
         what = f"{num_graphs} captured graphs, {how}"
-        self.receipt = ledger.reserve("decode_graphs", num_bytes, what)
+        self.receipt = ledger.reserve("decode_graphs", num_bytes, what, transient=True)
 
 
 def estimated_bytes(space: DecodeSpace, model: DecoderModel, num_graphs: int) -> int:
@@ -74,9 +65,7 @@ def _measured_bytes(
     """What the largest graph takes, and for each other one what a second takes."""
     from engine.runtime.triton_attention import TritonAttention
 
-    heads, head_dim, layers = model.kv_shape
-    shape = (2, 1, heads, paging.page_size, head_dim)
-    pool = ProbePool(paging.page_size, [device.zeros(shape, model.dtype) for _ in range(layers)])
+    pool = ProbePool(1, paging.page_size, model, device)
     name, workspace = KernelSet.triton.value, attention_space.decode
     attention = TritonAttention(name, pool, model, workspace, device.torch_device)
     capturer = GraphCapturer(device)

@@ -9,7 +9,6 @@ copy.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from engine.kernels.prefill_attention import prefill_attention
 from engine.layers.attention import Attention, Rotation
 from engine.layers.step import Step
 from engine.models.decoder import DecoderModel
-from engine.runtime.attention import RowContext, StepAttention, new_slots
+from engine.runtime.attention import PagedCaches, RowContext, StepAttention, new_slots
 from engine.runtime.attention_space import table_pages
 from engine.runtime.decode_inputs import DecodeInputs
 
@@ -47,16 +46,6 @@ class TritonStep:
     prefill: PagedRows
     query_starts: torch.Tensor
     max_query: int
-
-
-class PagedCaches(Protocol):
-    """What attention needs of a KV pool: caches [2, pages, K, page_size, D], one a layer."""
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def layers(self) -> list[torch.Tensor]: ...
 
 
 class TritonAttention(StepAttention):

@@ -1,12 +1,16 @@
 """The reserve for what a step allocates and frees again: activations, attention operands, logits.
 
-Estimated from the layers' shapes at the largest step; nothing is allocated here.
+On a card the largest step is run and measured; elsewhere it is estimated from the layers' shapes.
 """
 
-from engine.config import SchedulerConfig
+from engine.config import KernelsConfig, MemoryConfig, SchedulerConfig
+from engine.device import Device
 from engine.kernels.sampling import CHUNK_LOGITS
+from engine.lora.manager import LoRAManager
 from engine.memory.ledger import MemoryLedger
 from engine.models.decoder import DecoderModel
+from engine.runtime.attention_space import AttentionSpace
+from engine.runtime.step_probe import StepProbe
 
 # Working memory of a random draw, for each logit that is looked at together.
 SAMPLING_BYTES = 90
@@ -15,10 +19,26 @@ SAMPLING_BYTES = 90
 class Workspace:
     """Holds the receipt of the largest step's working memory."""
 
-    def __init__(self, cfg: SchedulerConfig, model: DecoderModel, ledger: MemoryLedger) -> None:
-        num_bytes = step_bytes(cfg, model)
+    def __init__(
+        self,
+        cfg: SchedulerConfig,
+        paging: MemoryConfig,
+        kernels: KernelsConfig,
+        model: DecoderModel,
+        lora_manager: LoRAManager,
+        attention_space: AttentionSpace,
+        device: Device,
+        ledger: MemoryLedger,
+    ) -> None:
+        """Measure and reserve. Raises CapacityError."""
+        if device.dry or device.host_visible:
+            num_bytes, how = step_bytes(cfg, model), "estimated"
+        else:
+            probe = StepProbe(cfg, paging, kernels, model, lora_manager, attention_space, device)
+            num_bytes, how = probe.measured_bytes(), "measured"
         what = (
-            f"one step of {cfg.max_step_tokens} tokens, {cfg.max_running_requests} rows of logits"
+            f"one step of {cfg.max_step_tokens} tokens, {cfg.max_running_requests} rows of logits, "
+            f"{how}"
         )
         self.receipt = ledger.reserve("workspace", num_bytes, what, transient=True)
 

@@ -81,7 +81,7 @@ def test_a_plan_that_is_given_seals_nothing() -> None:
 
 def test_an_override_is_checked_like_the_original() -> None:
     class GreedyWorkspace(Workspace):
-        def __init__(self, cfg: Any, model: Any, ledger: Any, kv_pool: KVPool) -> None: ...
+        def __init__(self, ledger: Any, kv_pool: KVPool, **others: Any) -> None: ...
 
     container = build(EngineConfig())
     container.workspace.set_provides(GreedyWorkspace)
@@ -89,13 +89,7 @@ def test_an_override_is_checked_like_the_original() -> None:
         "workspace: GreedyWorkspace needs 'kv_pool', which nothing gives; wire kv_pool=kv_pool"
     ]
     container.workspace.override(
-        providers.Singleton(
-            GreedyWorkspace,
-            cfg=container.cfg.scheduler,
-            model=container.model,
-            ledger=container.ledger,
-            kv_pool=container.kv_pool,
-        )
+        providers.Singleton(GreedyWorkspace, ledger=container.ledger, kv_pool=container.kv_pool)
     )
     assert faults(container) == [
         "workspace: needs itself: workspace -> kv_pool -> memory_plan -> workspace"

@@ -171,13 +171,13 @@ MISTAKES: dict[str, tuple[list[Change], list[str]]] = {
         [
             (
                 "Sampler, device=device",
-                "Sampler, device=providers.Singleton(Workspace, cfg=cfg.scheduler, model=model, "
-                "ledger=ledger)",
+                "Sampler, device=providers.Singleton(LoRAManager, cfg=cfg.lora, model=model, "
+                "device=device, ledger=ledger)",
             )
         ],
         [
-            "sampler: Sampler(device) takes Device, sampler.device is a Workspace; did you mean "
-            "device?",
+            "sampler: Sampler(device) takes Device, sampler.device is a LoRAManager; did you "
+            "mean device?",
             "sampler.device: reserves memory, so memory_plan must need it; nothing leads from "
             "memory_plan to it",
         ],
