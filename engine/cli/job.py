@@ -37,12 +37,12 @@ def run_job(cfg: DictConfig) -> JobResult:
     from engine.server.logs import log_to_stderr
 
     log_to_stderr(config.log_level, json=config.server.json_log)
-    command, container = find_command(config.command.name), None
+    name, container = config.command.name, None
     try:
-        if config.command.name in ON_CONFIG:
-            return command(config)
+        if name in ON_CONFIG:
+            return find_command(name)(config)
         container = wiring.build(config)
-        return command(container)
+        return find_command(name)(container)
     except Exception as error:
         _clear_frames(error)
         raise

@@ -1,5 +1,5 @@
-"""What `python -m engine` can do: one module per command. Its `run` takes the built container; those
-of ON_CONFIG take the config and see to the container themselves.
+"""What `python -m engine` can do: one module per command, each takes the built container; those of
+ON_CONFIG take the config and see to the container themselves.
 
 Modules are imported when their command runs, so that asking for help imports none of them.
 """
