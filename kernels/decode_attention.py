@@ -14,7 +14,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from engine.kernels.paged_inputs import check_inputs, is_interpreted, padded_dim, tile_offsets
+from engine.kernels.inputs import is_interpreted
+from engine.kernels.paged_inputs import check_inputs, padded_dim, tile_offsets
 
 # Splits are made until each multiprocessor has this many programs, which is what fits.
 _PROGRAMS_PER_SM = 2

@@ -8,7 +8,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from engine.kernels.paged_inputs import DTYPES
+from engine.kernels.inputs import DTYPES
 
 MAX_WIDTH = 16384
 # Elements that a warp holds: one load of 16 bytes a thread in bfloat16.

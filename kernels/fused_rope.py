@@ -10,7 +10,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from engine.kernels.paged_inputs import DTYPES, HEAD_DIMS, padded_dim
+from engine.kernels.inputs import DTYPES, layout, refuse
+from engine.kernels.paged_inputs import HEAD_DIMS, padded_dim
 
 _TILE_ELEMENTS, _WARPS = 1024, 4
 
@@ -80,12 +81,6 @@ def _check(
     k_norm: torch.Tensor | None,
 ) -> None:
     """ValueError on the first thing that `rope_write_kv` does not take."""
-
-    def refuse(name: str, found: object, expected: str) -> None:
-        raise ValueError(f"{name} is {found}, expected {expected}")
-
-    def layout(tensor: torch.Tensor) -> str:
-        return f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
 
     dtype = qkv.dtype
     if dtype not in DTYPES:

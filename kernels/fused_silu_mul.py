@@ -7,7 +7,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from engine.kernels.paged_inputs import DTYPES
+from engine.kernels.inputs import DTYPES
 
 _BLOCK, _WARPS = 1024, 4
 

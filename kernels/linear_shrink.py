@@ -14,6 +14,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from engine.kernels.inputs import is_interpreted
 from engine.kernels.lora_shrink import (
     ShrinkWorkspace,
     check_matrix,
@@ -26,7 +27,6 @@ from engine.kernels.lora_shrink import (
     shrink_pointers,
 )
 from engine.kernels.lora_tables import TILE, LoRATables
-from engine.kernels.paged_inputs import is_interpreted
 
 # Beyond so many tokens torch's product is the faster one.
 MOST_TOKENS_OF_ONE_LAUNCH = 64

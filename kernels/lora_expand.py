@@ -11,8 +11,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from engine.kernels.inputs import DTYPES, is_interpreted, layout, refuse
 from engine.kernels.lora_tables import BLOCK, TILE, Items, LoRATables
-from engine.kernels.paged_inputs import DTYPES, is_interpreted
 
 # Columns of a program, the widest that makes this many programs and fits all members.
 _COLUMNS = (128, 64, 32)
@@ -85,16 +85,11 @@ def _check(
 ) -> None:
     """ValueError on the first thing that the expand does not take."""
 
-    def refuse(name: str, found: object, expected: str) -> None:
-        raise ValueError(f"{name} is {found}, expected {expected}")
-
     if y.dim() != 2 or 0 in y.shape or y.stride(1) != 1 or y.stride(0) < y.shape[1]:
-        found = f"{tuple(y.shape)}, strides {y.stride()}"
-        refuse("y", found, "[T, O], neither 0, with O contiguous and rows apart")
+        refuse("y", layout(y), "[T, O], neither 0, with O contiguous and rows apart")
     outputs = y.shape[1]
     if b.dim() != 2 or b.shape[1] != outputs or not b.is_contiguous():
-        found = f"{tuple(b.shape)}, strides {b.stride()}"
-        refuse("b", found, f"[R, O] contiguous with O {outputs}")
+        refuse("b", layout(b), f"[R, O] contiguous with O {outputs}")
     if sum(widths) != outputs or min(widths) < 1:
         refuse("widths", widths, f"1 or more each, together {outputs}")
     tensors = {"y": y, "b": b}
@@ -102,13 +97,11 @@ def _check(
         tensors["h"] = h
         shape = (tables.blocks.max_items, len(widths), TILE, BLOCK)
         if h.shape != shape or not h.is_contiguous() or h.dtype is not b.dtype:
-            found = f"{h.dtype} {tuple(h.shape)}, strides {h.stride()}"
-            refuse("h", found, f"{b.dtype} {shape} contiguous")
+            refuse("h", layout(h), f"{b.dtype} {shape} contiguous")
     if base_bias is not None:
         tensors["base_bias"] = base_bias
         if base_bias.shape != (outputs,) or not base_bias.is_contiguous():
-            found = f"{tuple(base_bias.shape)}, strides {base_bias.stride()}"
-            refuse("base_bias", found, f"({outputs},) contiguous")
+            refuse("base_bias", layout(base_bias), f"({outputs},) contiguous")
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             refuse(name, tensor.dtype, f"one of {DTYPES}")

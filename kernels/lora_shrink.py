@@ -14,8 +14,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from engine.kernels.inputs import DTYPES, is_interpreted, layout, refuse
 from engine.kernels.lora_tables import BLOCK, TILE, LoRATables
-from engine.kernels.paged_inputs import DTYPES, is_interpreted
 
 _SPLIT_INPUTS = 2048
 _STEP_BYTES = 512
@@ -115,15 +115,13 @@ def shrink_constants(x: torch.Tensor, a: torch.Tensor | None) -> dict[str, objec
 def check_matrix(x: torch.Tensor, name: str, matrix: torch.Tensor, shape: str) -> None:
     """ValueError if `x` is no [T, I] or `matrix` does not fit it and `shape`, which ends in I."""
     if x.dim() != 2 or 0 in x.shape or x.stride(1) != 1:
-        found = f"{tuple(x.shape)}, strides {x.stride()}"
-        raise ValueError(f"x is {found}, expected [T, I], neither 0, with I contiguous")
+        refuse("x", layout(x), "[T, I], neither 0, with I contiguous")
     if x.dtype not in DTYPES or matrix.dtype is not x.dtype:
         found = f"{x.dtype} and {matrix.dtype}"
         raise ValueError(f"x and {name} are {found}, expected the same of {DTYPES}")
     fits = matrix.dim() == len(shape.split(",")) and matrix.shape[-1] == x.shape[1]
     if not fits or 0 in matrix.shape or not matrix.is_contiguous():
-        found = f"{tuple(matrix.shape)}, strides {matrix.stride()}"
-        raise ValueError(f"{name} is {found}, expected {shape} contiguous with I {x.shape[1]}")
+        refuse(name, layout(matrix), f"{shape} contiguous with I {x.shape[1]}")
     if matrix.device != x.device:
         raise ValueError(f"{name} is on {matrix.device}, expected {x.device} as x")
 

@@ -9,8 +9,9 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from engine.kernels.inputs import DTYPES, layout, refuse
+
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_GROUP = 64
 
 
@@ -24,18 +25,14 @@ def check_inputs(
 ) -> None:
     """ValueError on the first thing that the attention kernels do not take."""
 
-    def refuse(name: str, found: object, expected: str) -> None:
-        raise ValueError(f"{name} is {found}, expected {expected}")
-
     if q.dim() != 3 or q.stride(2) != 1:
-        refuse("q", f"{tuple(q.shape)}, strides {q.stride()}", "[N, H, D] with D contiguous")
+        refuse("q", layout(q), "[N, H, D] with D contiguous")
     if q.dtype not in DTYPES or q.shape[2] not in HEAD_DIMS:
         refuse("q", f"{q.dtype}, head_dim {q.shape[2]}", f"one of {DTYPES}, {HEAD_DIMS}")
     if cache.dim() != 5 or cache.shape[0] != 2 or cache.dtype is not q.dtype:
         refuse("cache", f"{cache.dtype} {tuple(cache.shape)}", f"{q.dtype} [2, P, K, S, D]")
     if cache.shape[4] != q.shape[2] or not cache[0].is_contiguous():
-        found = f"{tuple(cache.shape)}, strides {cache.stride()}"
-        refuse("cache", found, f"contiguous with head_dim {q.shape[2]}")
+        refuse("cache", layout(cache), f"contiguous with head_dim {q.shape[2]}")
     heads, kv_heads, page_size = q.shape[1], cache.shape[2], cache.shape[3]
     if not 1 <= page_size <= 1024:
         refuse("page size", page_size, "1..1024")
@@ -43,8 +40,7 @@ def check_inputs(
         refuse("q", f"{heads} heads", f"1..{MAX_GROUP} for each of {kv_heads} kv heads")
     for name, table, dims in (("page_table", page_table, 2), ("lengths", lengths, 1)):
         if table.dtype is not torch.int32 or table.dim() != dims or table.stride(-1) != 1:
-            found = f"{table.dtype} {tuple(table.shape)}, strides {table.stride()}"
-            refuse(name, found, f"torch.int32 of {dims} dimensions, the last contiguous")
+            refuse(name, layout(table), f"torch.int32 of {dims} dimensions, the last contiguous")
     if page_table.shape[0] != lengths.shape[0] or page_table.shape[1] == 0:
         refuse("page_table", tuple(page_table.shape), f"[{lengths.shape[0]}, at least 1]")
     devices = [tensor.device for tensor in (q, cache, page_table, lengths)]
@@ -54,11 +50,6 @@ def check_inputs(
         refuse("scale", scale, "more than 0")
     if window is not None and window < 1:
         refuse("window", window, "1 or more, or None")
-
-
-def is_interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, whose dot reads bfloat16 as integers."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 def padded_dim(head_dim: int) -> int:

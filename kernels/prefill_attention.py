@@ -14,7 +14,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from engine.kernels.paged_inputs import check_inputs, is_interpreted, padded_dim, tile_offsets
+from engine.kernels.inputs import is_interpreted
+from engine.kernels.paged_inputs import check_inputs, padded_dim, tile_offsets
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,13 +205,13 @@ def test_expanded_reference() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"x": torch.zeros(0, 64)}, r"x is \(0, 64\)"),
+    ({"x": torch.zeros(0, 64)}, r"x is .*\(0, 64\)"),
     ({"x": torch.zeros(64, 4).t()}, "x is"),
     ({"x": torch.zeros(4, 64, dtype=torch.float64)}, "x and weight are"),
-    ({"weight": torch.zeros(8, 65)}, r"weight is \(8, 65\).*with I 64"),
+    ({"weight": torch.zeros(8, 65)}, r"weight is .*\(8, 65\).*with I 64"),
     ({"weight": torch.zeros(8, 64, dtype=torch.float16)}, "x and weight are"),
     ({"weight": torch.zeros(64, 8).t()}, "weight is"),
-    ({"a": torch.zeros(32, 64)}, r"a is \(32, 64\)"),
+    ({"a": torch.zeros(32, 64)}, r"a is .*\(32, 64\)"),
     ({"a": torch.zeros(32, 2, 64, dtype=torch.float16)}, "x and a are"),
     ({"a": torch.zeros(32, 2, 64, device="meta")}, "a is on meta"),
     ({"x": torch.zeros(97, 64)}, "x has 97 tokens, expected 96"),

@@ -194,21 +194,21 @@ def test_tokens_do_not_touch_each_other() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"y": torch.zeros(0, 96)}, r"y is \(0, 96\)"),
-    ({"y": torch.zeros(96, 4).t()}, r"y is \(4, 96\), strides \(1, 4\)"),
-    ({"y": torch.zeros(1, 96).expand(4, 96)}, r"y is \(4, 96\), strides \(0, 1\)"),
+    ({"y": torch.zeros(0, 96)}, r"y is .*\(0, 96\)"),
+    ({"y": torch.zeros(96, 4).t()}, r"y is .*\(4, 96\), strides \(1, 4\)"),
+    ({"y": torch.zeros(1, 96).expand(4, 96)}, r"y is .*\(4, 96\), strides \(0, 1\)"),
     ({"y": torch.zeros(4, 96, dtype=torch.float64)}, "y is torch.float64"),
     ({"y": torch.zeros(97, 96)}, "y has 97 tokens, expected 96"),
     ({"h": torch.zeros(MAX_ITEMS, 3, 16, 16)}, r"h is .*expected .*\(32, 2, 16, 16\)"),
     ({"h": torch.zeros(MAX_ITEMS, 2, 16, 16, dtype=torch.float16)}, "h is torch.float16"),
     ({"h": torch.zeros(MAX_ITEMS, 2, 16, 32)[..., ::2]}, "h is"),
-    ({"b": torch.zeros(32, 95)}, r"b is \(32, 95\).*with O 96"),
+    ({"b": torch.zeros(32, 95)}, r"b is .*\(32, 95\).*with O 96"),
     ({"b": torch.zeros(96, 32).t()}, "b is"),
     ({"b": torch.zeros(32, 96, device="meta")}, "b is on meta"),
     ({"b": torch.zeros(32, 96, dtype=torch.int32), "h": None}, "b is torch.int32"),
     ({"widths": (64, 33)}, r"widths is \(64, 33\).*together 96"),
     ({"widths": (97, -1)}, "widths is"),
-    ({"base_bias": torch.zeros(95)}, r"base_bias is \(95,\)"),
+    ({"base_bias": torch.zeros(95)}, r"base_bias is .*\(95,\)"),
     ({"base_bias": torch.zeros(192)[::2]}, "base_bias is"),
     ({"tables": LoRATables.empty(96, MAX_ITEMS, 8, torch.device("meta"))}, "tables are on meta"),
 ]
