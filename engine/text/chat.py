@@ -7,9 +7,10 @@ A template is data from a stranger: no attribute of Python's own is reachable fr
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -43,17 +44,23 @@ class ChatTemplate:
                 "this model has no chat template; give plain prompts (command.chat=false), or put "
                 "chat_template into its tokenizer_config.json"
             )
+        values = {"add_generation_prompt": True, **variables, "messages": list(messages)}
+        try:
+            return self._compiled.render(values)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RequestError(f"the chat template refused the conversation: {error}") from error
+
+    @cached_property
+    def _compiled(self) -> Template:
+        """Raises TemplateError."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        values = {"add_generation_prompt": True, **variables, "messages": list(messages)}
-        try:
-            return environment.from_string(self.source).render(values)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise RequestError(f"the chat template refused the conversation: {error}") from error
+        assert self.source is not None
+        return environment.from_string(self.source)
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:
