@@ -8,7 +8,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 from loguru import logger
@@ -30,11 +30,10 @@ FLUSH_TIMEOUT_S = 5
 
 def run(config: EngineConfig) -> JobResult:
     """Serve; raises EngineError if the start fails."""
-    front = FrontEnd.open(config)
     client = ProcessClient(config)
     try:
         with _bound_socket(config.server) as listener:
-            asyncio.run(_serve(config, front, client, listener))
+            asyncio.run(_serve(config, FrontEnd.open(config), client, listener))
     finally:
         client.kill()  # nothing to do unless the above was cut off
     return JobResult(tokens_per_second=None, kv_tokens=client.stats.num_kv_tokens)
@@ -95,7 +94,8 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         url = _url(self._listener)
         logger.info("listening on {}", url)
-        print(f"listening on {url}", flush=True)
+        with suppress(OSError):  # nobody may be able to read it
+            print(f"listening on {url}", flush=True)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -20,9 +20,9 @@ class DeltaBuffer:
         self._changed = asyncio.Event()
 
     @property
-    def complete(self) -> bool:
-        """Whether all deltas have arrived, read or not."""
-        return self._num_open <= 0
+    def over(self) -> bool:
+        """Whether nothing more will arrive; what has may not be read yet."""
+        return self._num_open <= 0 or self._error is not None
 
     @property
     def full(self) -> bool:
@@ -38,16 +38,17 @@ class DeltaBuffer:
         self._error = error
         self._changed.set()
 
-    def clear(self) -> None:
-        """Drop what was not read."""
+    def cut(self, error: Exception) -> None:
+        """The same, and what was not read is dropped."""
         self._deltas.clear()
+        self.fail(error)
 
     async def get(self) -> TokenDelta | None:
         """The next delta; None after the last one."""
         while not self._deltas:
             if self._error is not None:
                 raise self._error
-            if self.complete:
+            if self.over:
                 return None
             self._changed.clear()
             await self._changed.wait()

@@ -10,16 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from loguru import logger
-from safetensors import SafetensorError
-from safetensors.torch import load
 
-from engine.errors import AdapterError, EngineError
+from engine.errors import EngineError
 from engine.lora.manager import ReadAdapter
 from engine.lora.ref import FROM_TENSORS
 from engine.runtime.sampler import TokenLogprobs
 from engine.runtime.sampling_params import SamplingParams
 from engine.server.messages import (
     Abort,
+    AdapterData,
     AdapterInfo,
     AnyCommand,
     EngineStats,
@@ -34,6 +33,7 @@ from engine.server.messages import (
     UnloadAdapter,
 )
 from engine.server.snapshot import adapter_infos, engine_stats
+from engine.server.uploads import Uploads, read_tensors
 from engine.serving.engine import Engine
 from engine.serving.loop import EngineLoop
 from engine.serving.output import TokenEvent
@@ -62,6 +62,7 @@ class EngineHost:
         self._engine: Engine
         self._grammars = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._adapters = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._uploads = Uploads()
         self._by_key: dict[int, _Open] = {}
         self._by_request: dict[int, _Open] = {}
         self._replies: list[Reply] = []
@@ -94,6 +95,8 @@ class EngineHost:
                 self._submit(command)
             case Abort():
                 self._abort(command)
+            case AdapterData():
+                self._uploads.add(command.target, command.data)
             case LoadAdapter() | LoadAdapterTensors():
                 self._load(command)
             case UnloadAdapter():
@@ -123,6 +126,7 @@ class EngineHost:
             self._by_request[own.request_id] = own
 
     def _abort(self, command: Abort) -> None:
+        self._uploads.drop(command.target)
         own = self._by_key.pop(command.target, None)
         if own is not None and own.request_id is not None:
             del self._by_request[own.request_id]
@@ -130,17 +134,26 @@ class EngineHost:
 
     def _load(self, command: LoadAdapter | LoadAdapterTensors) -> None:
         """Read an adapter on a thread, load it between two steps."""
+        read = self._reader(command)
 
         def read_then_load() -> None:
-            read = self._read(command)
-            self._hand_over(command.key, lambda: self._register(command, read))
+            found = read()
+            self._hand_over(command.key, lambda: self._register(command, found))
 
         self._work(self._adapters, command.key, read_then_load)
 
-    def _read(self, command: LoadAdapter | LoadAdapterTensors) -> ReadAdapter:
+    def _reader(self, command: LoadAdapter | LoadAdapterTensors) -> Callable[[], ReadAdapter]:
+        engine, name = self._engine, command.name
         if isinstance(command, LoadAdapter):
-            return self._engine.read_adapter(command.name, command.path)
-        return self._read_tensors(command)
+            path = command.path
+            return lambda: engine.read_adapter(name, path)
+        file, config = self._uploads.take(command.key, name), command.config
+
+        def read() -> ReadAdapter:
+            with file:
+                return engine.read_adapter_from_tensors(name, read_tensors(file, name), config)
+
+        return read
 
     def _register(self, command: LoadAdapter | LoadAdapterTensors, read: ReadAdapter) -> None:
         path, pinned = FROM_TENSORS, False
@@ -152,15 +165,6 @@ class EngineHost:
         infos = adapter_infos(self._engine)
         (info,) = (info for info in infos if info.lora_id == ref.lora_id)
         self._replies.append(Reply(command.key, adapter=info))
-
-    def _read_tensors(self, command: LoadAdapterTensors) -> ReadAdapter:
-        try:
-            tensors = load(command.data)
-        except (SafetensorError, ValueError, LookupError) as error:
-            raise AdapterError(
-                f"adapter {command.name!r}: the data is no safetensors file ({error})"
-            ) from error
-        return self._engine.read_adapter_from_tensors(command.name, tensors, command.config)
 
     # ------------------------------------------------------------------ threads and refusals
 

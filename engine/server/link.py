@@ -38,6 +38,8 @@ class EngineLink(asyncio.Protocol):
         self._on_end = on_end
         self._frames: FrameReader[AnyReport] = FrameReader(AnyReport)
         self._transport: asyncio.WriteTransport
+        self._writable = asyncio.Event()
+        self._writable.set()
         self._ended = asyncio.Event()
 
     @classmethod
@@ -63,6 +65,11 @@ class EngineLink(asyncio.Protocol):
         if not self._transport.is_closing():
             self._transport.write(frame(command))
 
+    async def until_writable(self) -> None:
+        """Let others run, and wait while much is under way already."""
+        await asyncio.sleep(0)
+        await self._writable.wait()
+
     def kill(self) -> None:
         self._process.kill()
 
@@ -84,7 +91,14 @@ class EngineLink(asyncio.Protocol):
         for report in self._frames.feed(data):
             self._on_report(report)
 
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
     def connection_lost(self, error: Exception | None) -> None:
+        self._writable.set()
         self._reaping = asyncio.get_running_loop().create_task(self._reap())
 
     async def _reap(self) -> None:

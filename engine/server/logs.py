@@ -28,6 +28,8 @@ def log_to_stderr(level: LogLevel, *, json: bool = False) -> None:
     else:
         logger.add(sys.stderr, level=name, format=_text, backtrace=False, diagnose=False)
     logging.basicConfig(handlers=[_ToLoguru()], level=logging.WARNING, force=True)
+    # It warns when bytes go to a caller who has left, which is nothing unusual.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
 
 
 def _text(record: "Record") -> str:

@@ -27,7 +27,9 @@ class Submit(Command, frozen=True):
 
 
 class Abort(Command, frozen=True):
-    """End the request that was submitted under `target`; unknown ones are ignored."""
+    """End the request that was submitted under `target`, or drop the data that came for it;
+    unknown ones are ignored.
+    """
 
     target: int
 
@@ -39,11 +41,19 @@ class LoadAdapter(Command, frozen=True):
     replace: bool = False
 
 
+class AdapterData(Command, frozen=True):
+    """The next piece of a safetensors file, for the LoadAdapterTensors of key `target`."""
+
+    target: int
+    data: bytes
+
+
 class LoadAdapterTensors(Command, frozen=True):
-    """`data` is a safetensors file, `config` the contents of an adapter_config.json."""
+    """Load from the AdapterData that came before; `config` is the contents of an
+    adapter_config.json.
+    """
 
     name: str
-    data: bytes
     config: dict[str, Any]
     replace: bool = False
 
@@ -56,7 +66,9 @@ class Shutdown(Command, frozen=True):
     """Leave after the current step; open requests are given up."""
 
 
-AnyCommand = Submit | Abort | LoadAdapter | LoadAdapterTensors | UnloadAdapter | Shutdown
+AnyCommand = (
+    Submit | Abort | LoadAdapter | AdapterData | LoadAdapterTensors | UnloadAdapter | Shutdown
+)
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -55,7 +55,7 @@ class ProcessClient(EngineClient):
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new streams and wait until the open ones have been read to their end; what is
-        open after `timeout_s` is given up.
+        not after `timeout_s` is given up.
         """
         self._leave(EngineState.draining)
         session = self._session
@@ -65,8 +65,8 @@ class ProcessClient(EngineClient):
             async with asyncio.timeout(timeout_s):
                 await session.wait_until_idle()
         except TimeoutError:
-            logger.warning("{} streams are given up after {:g} s", session.num_readers, timeout_s)
-            session.give_up_streams("the server has shut down before the answer was whole")
+            num = session.give_up_streams("the server has shut down before the answer was whole")
+            logger.warning("{} streams are given up after {:g} s", num, timeout_s)
 
     async def close(self) -> None:
         """End the process; what is open is given up."""

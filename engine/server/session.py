@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import signal
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from typing import Any
 
 from engine.config import EngineConfig
@@ -22,6 +23,7 @@ from engine.server.delta_buffer import DeltaBuffer
 from engine.server.link import EngineLink
 from engine.server.messages import (
     Abort,
+    AdapterData,
     AdapterInfo,
     AnyCommand,
     AnyReport,
@@ -39,6 +41,7 @@ from engine.server.messages import (
 
 # How long a step may take that was begun before the process was told to leave.
 CLOSE_TIMEOUT_S = 10.0
+PIECE_BYTES = 1 << 18
 KINDS = {kind.__name__: kind for kind in (AdapterError, CapacityError, RequestError)}
 
 Facts = Ready | StepReport
@@ -62,11 +65,11 @@ class EngineSession:
         self._link: EngineLink | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keys = itertools.count()
+        # Those that have a reader; a key is its Submit's.
         self._streams: dict[int, DeltaBuffer] = {}
         self._calls: dict[int, asyncio.Future[AdapterInfo | None]] = {}
         self._changed = asyncio.Event()
         self._ended = ""
-        self.num_readers = 0
 
     # ------------------------------------------------------------------ life
 
@@ -77,20 +80,21 @@ class EngineSession:
 
     async def wait_until_idle(self) -> None:
         """Until all streams have been read to their end and all calls are answered."""
-        while self.num_readers or self._calls:
+        while self._streams or self._calls:
             self._changed.clear()
             await self._changed.wait()
 
-    def give_up_streams(self, why: str) -> None:
-        """End all that are open; their readers get EngineDiedError."""
-        for key in list(self._streams):
-            self._give_up(key, EngineDiedError(why))
+    def give_up_streams(self, why: str) -> int:
+        """End all that are not read to their end, their readers get EngineDiedError; how many."""
+        for key, buffer in self._streams.items():
+            self._give_up(key, buffer, EngineDiedError(why))
+        return len(self._streams)
 
     async def close(self) -> None:
         """End the process; one that is still being built is not waited for."""
         if self._link is not None:
             self._link.send(Shutdown(next(self._keys)))
-            is_up = self._ready.done()
+            is_up = self._ready.done() and not self._ready.cancelled()
             await self._link.wait_for_end(CLOSE_TIMEOUT_S if is_up else 0.0)
 
     def kill(self) -> None:
@@ -111,13 +115,12 @@ class EngineSession:
         buffer = DeltaBuffer(sampling.get("n", 1), self._max_stream_events)
         self._send(Submit(key, prompt, sampling, adapter, priority))
         self._streams[key] = buffer
-        self.num_readers += 1
         try:
             while (delta := await buffer.get()) is not None:
                 yield delta
         finally:
-            self._abort(key)
-            self.num_readers -= 1
+            del self._streams[key]
+            self._abort(key, buffer)
             self._changed.set()
 
     async def load(self, name: str, path: str, *, pinned: bool, replace: bool) -> AdapterInfo:
@@ -126,9 +129,17 @@ class EngineSession:
     async def load_tensors(
         self, name: str, data: bytes, config: dict[str, Any], *, replace: bool
     ) -> AdapterInfo:
-        return _loaded(
-            await self._call(LoadAdapterTensors(next(self._keys), name, data, config, replace))
-        )
+        """`data` goes in pieces, so that other commands are not kept waiting."""
+        key = next(self._keys)
+        try:
+            for start in range(0, len(data), PIECE_BYTES):
+                piece = data[start : start + PIECE_BYTES]
+                await self._send_when_writable(AdapterData(next(self._keys), key, piece))
+            return _loaded(await self._call(LoadAdapterTensors(key, name, config, replace)))
+        except asyncio.CancelledError:
+            with suppress(EngineDiedError):
+                self._send(Abort(next(self._keys), key))
+            raise
 
     async def unload(self, name: str) -> None:
         await self._call(UnloadAdapter(next(self._keys), name))
@@ -146,15 +157,19 @@ class EngineSession:
             raise EngineDiedError(self._ended or "the engine process is starting")
         self._link.send(command)
 
-    def _abort(self, key: int) -> None:
-        """Tell the engine that a stream has no reader any more, unless it is over anyway."""
-        if self._streams.pop(key, None) is not None:
+    async def _send_when_writable(self, command: AnyCommand) -> None:
+        self._send(command)
+        assert self._link is not None
+        await self._link.until_writable()
+
+    def _abort(self, key: int, buffer: DeltaBuffer) -> None:
+        """Tell the engine that nobody waits for a stream any more, unless it is over anyway."""
+        if not buffer.over:
             self._send(Abort(next(self._keys), key))
 
-    def _give_up(self, key: int, error: EngineError) -> None:
-        buffer = self._streams[key]
-        self._abort(key)
-        buffer.fail(error)
+    def _give_up(self, key: int, buffer: DeltaBuffer, error: EngineError) -> None:
+        self._abort(key, buffer)
+        buffer.cut(error)
 
     # ------------------------------------------------------------------ reports
 
@@ -182,24 +197,21 @@ class EngineSession:
     def _take_reply(self, reply: Reply) -> None:
         """An answer to a call, or a stream's refusal."""
         error = KINDS.get(reply.kind, EngineError)(reply.error) if reply.kind else None
-        future = self._calls.pop(reply.key, None)
+        future, buffer = self._calls.pop(reply.key, None), self._streams.get(reply.key)
         if future is not None:
             _answer(future, reply.adapter, error)
-        elif error is not None and (buffer := self._streams.pop(reply.key, None)) is not None:
+        elif buffer is not None and error is not None:
             buffer.fail(error)
         self._changed.set()
 
     def _take_delta(self, delta: TokenDelta) -> None:
         buffer = self._streams.get(delta.key)
-        if buffer is None:
+        if buffer is None or buffer.over:
             return
         if buffer.full:
-            buffer.clear()
-            self._give_up(delta.key, self._too_slow())
-            return
-        buffer.put(delta)
-        if buffer.complete:
-            del self._streams[delta.key]
+            self._give_up(delta.key, buffer, self._too_slow())
+        else:
+            buffer.put(delta)
 
     def _too_slow(self) -> SlowReaderError:
         return SlowReaderError(
@@ -211,8 +223,8 @@ class EngineSession:
         self._ended = what = f"the engine process has ended with {_exit_text(exit_code)}"
         self._started(EngineDiedError(f"{what} while it was starting"))
         for buffer in self._streams.values():
-            buffer.fail(EngineDiedError(f"{what}; send the request again"))
-        self._streams.clear()
+            if not buffer.over:
+                buffer.fail(EngineDiedError(f"{what}; send the request again"))
         for future in self._calls.values():
             _answer(future, None, EngineDiedError(f"{what} before it answered"))
         self._calls.clear()

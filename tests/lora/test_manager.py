@@ -191,3 +191,21 @@ def test_saved_modules_need_their_matrices(bases: Path, make_engine: Any) -> Non
         output = manager.load_lora_adapter_from_tensors(LoRARef(name, "x"), tensors, config)
         assert output.report is not None and output.report.num_saved_modules == 1
     assert answer(engine, "a") == answer(engine, "b"), "they take turns"
+
+
+def test_what_becomes_of_loads_is_told(bases: Path, make_engine: Any) -> None:
+    engine = make_engine(bases / "llama", lora={"max_loras_per_batch": 2})
+    manager = engine.lora_manager
+    for seed, name in enumerate("abc"):
+        load(engine, name, seed, rank=seed + 1)
+    start(engine, "a")
+    told = [(own.ref.name, own.rank, own.resident, own.num_open) for own in manager.statuses()]
+    assert told == [("a", 1, True, 1), ("b", 2, True, 0), ("c", 3, False, 0)]
+    assert (manager.traffic.num_loads, manager.traffic.num_evictions) == (2, 0)
+    before = manager.traffic.load_seconds
+    answer(engine, "c")
+    traffic = manager.traffic
+    assert (traffic.num_loads, traffic.num_evictions) == (3, 1)
+    assert traffic.load_seconds > before > 0
+    assert [own.resident for own in manager.statuses()] == [True, False, True]
+    assert manager.name(uses(engine, "c")[0]) == "c"

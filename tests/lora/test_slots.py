@@ -41,6 +41,7 @@ def test_policy_picks_the_victim(policy: EvictionPolicy, evicted: str) -> None:
     touch(slots, "a")
     assert place(slots, "d")
     assert names(slots) == {"a", "b", "c", "d"} - {evicted}
+    assert slots.num_evictions == 1
 
 
 def test_adapters_in_use_and_pinned_ones_stay_and_the_newcomer_waits() -> None:

@@ -167,6 +167,12 @@ def test_a_preempted_request_finds_its_pages_again() -> None:
     run_step(scheduler)
     assert second.num_cached_tokens == 9 and second.num_computed > 12, "outputs too"
     scheduler.check_integrity()
+    assert (scheduler.num_prompt_tokens, scheduler.num_cached_prompt_tokens) == (18, 0)
+    scheduler.submit(request(2, 9, 1, first=1))
+    while scheduler.has_work:
+        run_step(scheduler)
+    assert (scheduler.num_prompt_tokens, scheduler.num_cached_prompt_tokens) == (27, 8)
+    assert scheduler.num_generated_tokens == 41, "what is computed again is not counted again"
 
 
 def test_what_an_adapter_wrote_is_zeroed_before_others_get_it() -> None:

@@ -2,17 +2,14 @@
 own, stopped by SIGTERM.
 """
 
-import atexit
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import httpx
@@ -93,15 +90,6 @@ def spawn(*arguments: str, stderr: object = subprocess.PIPE) -> subprocess.Popen
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-
-
-@cache
-def shared_server() -> Server:
-    """One server for all tests that leave it as it was; it ends with the tests."""
-    stack = ExitStack()
-    atexit.register(stack.close)
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="server-"))
-    return stack.enter_context(start_server(Path(folder)))
 
 
 def _url(process: subprocess.Popen[str], log_file: Path) -> str:

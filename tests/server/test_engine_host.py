@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from conftest import DATA
+from fake_client import tensors_body
 from front_support import offline_engine
 from recorder import until
 
 from engine.server.host import EngineHost
 from engine.server.messages import (
     Abort,
+    AdapterData,
     LoadAdapter,
+    LoadAdapterTensors,
     Reply,
     StepReport,
     Submit,
@@ -25,7 +29,8 @@ from engine.server.messages import (
 from engine.serving.engine import Engine
 
 PROMPT = [1, 267, 334, 339]
-ADAPTER = str(DATA / "cases" / "c22_q_only_gqa" / "adapter")
+CASE = DATA / "cases" / "c22_q_only_gqa"
+ADAPTER, CONFIG = CASE / "adapter", "adapter_config.json"
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +123,7 @@ def test_others_decode_while_an_adapter_is_read(
         return read(name, path)
 
     monkeypatch.setattr(engine, "read_adapter", slow)
-    hosted.host.take(LoadAdapter(1, "late", ADAPTER))
+    hosted.host.take(LoadAdapter(1, "late", str(ADAPTER)))
     assert gate.reached.wait(10)
     hosted.submit(2, max_tokens=4)
     until(lambda: hosted.ended(2))
@@ -161,6 +166,26 @@ def test_a_fault_in_a_command_is_answered(
     hosted.host.take(UnloadAdapter(1, "late"))
     until(lambda: hosted.answered(1))
     assert hosted.replies == [Reply(1, "KeyError", "'late'")]
+
+
+def test_data_of_an_adapter_is_kept_until_it_is_loaded_refused_or_given_up(
+    engine: Engine, hosted: Hosted
+) -> None:
+    data, config = tensors_body(CASE), msgspec.json.decode((ADAPTER / CONFIG).read_bytes())
+    half = len(data) // 2
+    for key, pieces in ((1, [data[:half], data[half:]]), (2, [data[:half]]), (3, [data])):
+        for number, piece in enumerate(pieces):
+            hosted.host.take(AdapterData(10 * key + number, key, piece))
+    hosted.host.take(LoadAdapterTensors(1, "late", config))
+    hosted.host.take(LoadAdapterTensors(2, "half", config))
+    hosted.host.take(Abort(4, 3))
+    until(lambda: hosted.answered(1) and hosted.answered(2))
+    first, second = sorted(hosted.replies, key=lambda reply: reply.key)
+    assert first.adapter is not None and first.adapter.name == "late"
+    assert (second.kind, second.adapter) == ("AdapterError", None)
+    assert "the data is no safetensors file" in second.error
+    assert hosted.host._uploads._files == {}
+    hosted.host.take(UnloadAdapter(5, "late"))
 
 
 def test_a_turn_is_one_report_and_counts_come_seldom_but_always_at_the_end(

@@ -14,11 +14,12 @@ function parts(memory) {
   }));
   held.push({ name: "KV pages", what: "keys and values of tokens", numBytes: memory.kv_bytes });
   const sum = held.reduce((total, part) => total + part.numBytes, 0);
-  const left = { name: "left", what: "claimed by nobody", numBytes: Math.max(0, memory.budget_bytes - sum) };
+  const left = Math.max(0, memory.budget_bytes - sum);
+  const shown = held.filter((part) => part.numBytes > 0);
   return [
-    ...held.map((part, i) => ({ ...part, look: `part-${i % NUM_COLORS}` })),
-    { ...left, look: "part-free" },
-  ].filter((part) => part.numBytes > 0);
+    ...shown.map((part, i) => ({ ...part, look: `part-${i % NUM_COLORS}` })),
+    { name: "left", what: "claimed by nobody", numBytes: left, look: "part-free" },
+  ];
 }
 
 function segment(part) {
