@@ -97,7 +97,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """A loaded adapter. `ready`: its weights lie in the pool now; `rank` in pool rows."""
+    """A loaded adapter. `ready`: it has its place in the pool now; `num_users`: open requests."""
 
     name: str
     path: str
@@ -109,7 +109,12 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Counts at the end of a step; totals since the engine's start. Times in seconds."""
+    """Counts at the end of a step; totals since the engine's start. Times in seconds.
+
+    `prompt_tokens_total` and those found cached are of samples that began to run, each once.
+    Adapter loads are copies into the pool, with the seconds until they were there. Pages that are
+    only kept for later requests are not used ones.
+    """
 
     num_running: int
     num_waiting: int
