@@ -126,4 +126,5 @@ def open_tracing(
 def _otlp(endpoint: str) -> "SpanExporter":
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    return OTLPSpanExporter(endpoint)
+    exporter: SpanExporter = OTLPSpanExporter(endpoint)
+    return exporter

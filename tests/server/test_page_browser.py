@@ -15,7 +15,6 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 from tiny_server import running_server, tiny_server
 
-sync_api = pytest.importorskip("playwright.sync_api")
 Page = Any
 
 pytestmark = pytest.mark.browser
@@ -40,7 +39,9 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
         yield browser
         browser.close()
@@ -61,9 +62,16 @@ def page(chromium: Any) -> Iterator[Page]:
     assert [url for url in asked if not url.startswith(("http://127.0.0.1:", "data:"))] == []
 
 
+def expect(locator: Any) -> Any:
+    """Playwright's assertions, which wait; the module is there where these tests run."""
+    from playwright.sync_api import expect as expected
+
+    return expected(locator)
+
+
 def open_page(page: Page, url: str) -> None:
     page.goto(url)
-    sync_api.expect(page.locator("#state")).to_have_text("ready")
+    expect(page.locator("#state")).to_have_text("ready")
     page.locator("#models input").first.wait_for()
 
 
@@ -102,15 +110,15 @@ def test_adapters_are_loaded_and_unloaded_and_hostile_names_are_text(
     page.get_by_label("Name").fill(HOSTILE)
     page.get_by_label("Directory on the server").fill(str(DEMO / "pirate"))
     page.get_by_role("button", name="Load", exact=True).click()
-    sync_api.expect(page.locator("#adapters-message")).to_contain_text("added successfully")
+    expect(page.locator("#adapters-message")).to_contain_text("added successfully")
     assert HOSTILE in models(server)
-    sync_api.expect(page.locator("#adapters")).to_contain_text(HOSTILE)
+    expect(page.locator("#adapters")).to_contain_text(HOSTILE)
     stream(page, HOSTILE, num_tokens=2)
-    sync_api.expect(page.locator("#ask-message")).to_have_text("Done.")
+    expect(page.locator("#ask-message")).to_have_text("Done.")
     assert page.locator(".answer h3").inner_text() == HOSTILE
     assert page.locator("img").count() == 0
     page.get_by_role("button", name=f"Unload {HOSTILE}").click()
-    sync_api.expect(page.locator("#adapters")).not_to_contain_text(HOSTILE)
+    expect(page.locator("#adapters")).not_to_contain_text(HOSTILE)
     assert HOSTILE not in models(server)
 
 
@@ -119,14 +127,14 @@ def test_a_refused_load_says_why(page: Page, server: str) -> None:
     page.get_by_label("Name").fill("x")
     page.get_by_label("Directory on the server").fill("/etc")
     page.get_by_role("button", name="Load", exact=True).click()
-    sync_api.expect(page.locator("#adapters-message")).to_contain_text("server.adapter_roots")
+    expect(page.locator("#adapters-message")).to_contain_text("server.adapter_roots")
 
 
 def test_adapters_answer_side_by_side_as_they_do_alone(page: Page, server: str) -> None:
     names = [models(server)[0], "pirate", "shout"]
     open_page(page, server)
     stream(page, *names)
-    sync_api.expect(page.locator("#ask-message")).to_have_text("Done.", timeout=60_000)
+    expect(page.locator("#ask-message")).to_have_text("Done.", timeout=60_000)
     shown = {
         column.locator("h3").inner_text(): column.locator("pre").text_content()
         for column in page.locator(".answer").all()
@@ -141,19 +149,19 @@ def test_adapters_answer_side_by_side_as_they_do_alone(page: Page, server: str) 
         answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=60)
         assert shown[name] == answer.json()["choices"][0]["message"]["content"], name
     assert len(set(shown.values())) == 3
-    sync_api.expect(page.locator(".answer p").first).to_contain_text(f"{NUM_TOKENS} tokens")
+    expect(page.locator(".answer p").first).to_contain_text(f"{NUM_TOKENS} tokens")
     page.locator("#playground").screenshot(path=ROOT / "docs" / "playground.png")
 
 
 def test_stop_ends_the_requests(page: Page, server: str) -> None:
     open_page(page, server)
     stream(page, *models(server)[:1], "shout", num_tokens=1000)
-    sync_api.expect(page.locator("#numbers")).to_contain_text("Running2")
+    expect(page.locator("#numbers")).to_contain_text("Running2")
     page.wait_for_timeout(4000)  # some tokens for the picture
     page.screenshot(path=ROOT / "docs" / "page.png", full_page=True)
     page.get_by_role("button", name="Stop").click()
-    sync_api.expect(page.locator(".answer p").last).to_have_text("stopped")
-    sync_api.expect(page.locator("#numbers")).to_contain_text("Running0")
+    expect(page.locator(".answer p").last).to_have_text("stopped")
+    expect(page.locator("#numbers")).to_contain_text("Running0")
 
 
 def test_dark_and_light(page: Page, server: str) -> None:
@@ -175,19 +183,19 @@ def test_keys_are_asked_for_and_kept_nowhere(page: Page, tmp_path: Path) -> None
     files = f"server.api_keys_file={tmp_path}/user", f"server.admin_keys_file={tmp_path}/admin"
     with tiny_server(0, *files) as url:
         page.goto(url)
-        sync_api.expect(page.locator("#state")).to_contain_text("an API key is needed")
+        expect(page.locator("#state")).to_contain_text("an API key is needed")
         page.get_by_label("API key").fill("user-key")
-        sync_api.expect(page.locator("#state")).to_have_text("ready")
+        expect(page.locator("#state")).to_have_text("ready")
         page.get_by_label("Name").fill("x")
         page.get_by_label("Directory on the server").fill("x")
         page.get_by_role("button", name="Load", exact=True).click()
-        sync_api.expect(page.locator("#adapters-message")).to_contain_text("an API key is needed")
+        expect(page.locator("#adapters-message")).to_contain_text("an API key is needed")
         page.get_by_label("Admin key").fill("admin-key")
         page.get_by_role("button", name="Load", exact=True).click()
-        sync_api.expect(page.locator("#adapters-message")).to_contain_text("no adapter directory")
+        expect(page.locator("#adapters-message")).to_contain_text("no adapter directory")
         kept = page.evaluate(
             "() => JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])"
         )
         assert "-key" not in kept
         page.reload()
-        sync_api.expect(page.locator("#state")).to_contain_text("an API key is needed")
+        expect(page.locator("#state")).to_contain_text("an API key is needed")
