@@ -37,8 +37,10 @@ class MemoryPlan:
         return self.budget_bytes - self.reserved_bytes
 
     def render(self, kv_used_bytes: int, kv_what: str) -> str:
-        """The ledger as a table: one line a receipt, then the KV pool and what stays free."""
-        rows = [(r.owner, r.num_bytes, r.what) for r in self.receipts]
+        """The ledger as a table: one line a receipt that holds something, then the KV pool and what
+        stays free.
+        """
+        rows = [(r.owner, r.num_bytes, r.what) for r in self.receipts if r.num_bytes]
         rows.append(("kv_pool", kv_used_bytes, kv_what))
         unused = self.budget_bytes - self.reserved_bytes - kv_used_bytes
         rows.append(("unused", unused, "left of the budget"))
