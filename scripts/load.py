@@ -102,7 +102,12 @@ class Run:
         """Unload and load adapters, one at a time, for ever; none is left unloaded."""
         for gap in self.workload.gaps(1 / self.options.churn):
             await asyncio.sleep(gap)
-            await asyncio.shield(asyncio.create_task(self._reload()))
+            reload = asyncio.create_task(self._reload())
+            try:
+                await asyncio.shield(reload)
+            except asyncio.CancelledError:
+                await reload  # the run ends; a change that has begun is made whole
+                raise
 
     async def _reload(self) -> None:
         name = self.workload.one_of(sorted(self.adapters))
