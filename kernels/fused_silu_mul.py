@@ -7,7 +7,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from engine.kernels.inputs import DTYPES
+from engine.kernels.inputs import DTYPES, refuse
 
 _BLOCK, _WARPS = 1024, 4
 
@@ -21,7 +21,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         found = f"{tuple(gate_up.shape)}, strides {gate_up.stride()}"
         raise ValueError(f"gate_up is {found}, expected [T, 2F] with 2F contiguous")
     if gate_up.dtype not in DTYPES:
-        raise ValueError(f"gate_up is {gate_up.dtype}, expected one of {DTYPES}")
+        refuse("gate_up", gate_up.dtype, f"one of {DTYPES}")
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((tokens, width))
     if out.numel():

@@ -239,7 +239,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
             x_stride,
             num_tokens,
             inputs,
-            shrinker,
+            0 if SHRINK_FIRST else products,
             programs,
             MEMBERS,
             SPLITS,

@@ -67,12 +67,13 @@ def shrink(
     h = new_h(x, a, tables)
     programs = min(num_units(h, x), workspace.num_sms * _PROGRAMS_PER_SM)
     if programs:
-        _shrink_kernel[(programs,)](
+        shrink_items[(programs,)](
             x,
             *shrink_pointers(a, h, tables, workspace),
             x.stride(0),
             x.shape[0],
             x.shape[1],
+            0,
             programs,
             **shrink_constants(x, a),
             num_warps=_WARPS,
@@ -153,54 +154,9 @@ def _workspace_sizes(max_items: int, shapes: Iterable[tuple[int, int]]) -> tuple
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_tokens", "programs"], do_not_specialize_on_alignment=["count_ptr"]
+    do_not_specialize=["num_tokens", "before", "programs"],
+    do_not_specialize_on_alignment=["count_ptr"],
 )
-def _shrink_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    a_ptr,
-    h_ptr,
-    count_ptr,
-    tiles_ptr,
-    rows_ptr,
-    weights_ptr,
-    partials_ptr,
-    counters_ptr,
-    x_stride,
-    num_tokens,
-    inputs,
-    programs,
-    MEMBERS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_INPUTS: tl.constexpr,
-    STEP: tl.constexpr,
-    STEP_EVEN: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    shrink_items(
-        x_ptr,
-        a_ptr,
-        h_ptr,
-        count_ptr,
-        tiles_ptr,
-        rows_ptr,
-        weights_ptr,
-        partials_ptr,
-        counters_ptr,
-        x_stride,
-        num_tokens,
-        inputs,
-        tl.program_id(0),
-        programs,
-        MEMBERS,
-        SPLITS,
-        SPLIT_INPUTS,
-        STEP,
-        STEP_EVEN,
-        WIDEN,
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def shrink_items(  # type: ignore[no-untyped-def]
     x_ptr,
     a_ptr,
@@ -214,7 +170,7 @@ def shrink_items(  # type: ignore[no-untyped-def]
     x_stride,
     num_tokens,
     inputs,
-    first,
+    before,
     programs,
     MEMBERS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -223,12 +179,14 @@ def shrink_items(  # type: ignore[no-untyped-def]
     STEP_EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """The units first, first + programs, ... up to the count that the tables hold."""
+    """The units up to the count that the tables hold, shared by the launch's `programs` programs
+    after the first `before`, which do other work.
+    """
     SIDE: tl.constexpr = 16
     side, lanes = tl.arange(0, SIDE), tl.arange(0, STEP)
     in_part = side[:, None] * SIDE + side[None, :]
     num_units = tl.load(count_ptr) * (MEMBERS * SPLITS)
-    for unit in range(first, num_units, programs):
+    for unit in range(tl.program_id(0) - before, num_units, programs):
         pair, split = unit // SPLITS, unit % SPLITS
         item, member = pair // MEMBERS, pair % MEMBERS
         tokens = tl.load(tiles_ptr + item) * SIDE + side

@@ -22,9 +22,9 @@ from bench_engine import EngineKind, Served, serve
 
 from engine.bench.isolate import Answer, run_rows, serve_rows
 from engine.bench.options import (
-    add_options,
     check_can_run,
     limits_of,
+    new_parser,
     worker_command,
     worker_env,
 )
@@ -244,10 +244,7 @@ def cells(row: tuple[str, str], answer: Answer) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--set", nargs="+", default=[], metavar="OVERRIDE", help="Hydra's")
     args = parser.parse_args()
     if args.worker:

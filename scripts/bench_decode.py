@@ -21,9 +21,9 @@ from bench_engine import EngineKind, serve
 
 from engine.bench.isolate import Answer, run_rows, serve_rows
 from engine.bench.options import (
-    add_options,
     check_can_run,
     limits_of,
+    new_parser,
     worker_command,
     worker_env,
 )
@@ -306,10 +306,7 @@ def progress(row: Row, answer: Answer) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = new_parser(__doc__)
     names = [own.name for own in TRAFFIC]
     parser.add_argument("--rows", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--batches", nargs="+", type=int, metavar="N")

@@ -15,9 +15,9 @@ from typing import Any
 from engine.bench.isolate import Answer, run_rows, serve_rows
 from engine.bench.machine import Machine
 from engine.bench.options import (
-    add_options,
     check_can_run,
     limits_of,
+    new_parser,
     worker_command,
     worker_env,
 )
@@ -135,10 +135,7 @@ def cells(name: str, shape: str, answer: Answer) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="kernels to measure")
     args = parser.parse_args()
     if args.worker:

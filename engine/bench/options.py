@@ -13,7 +13,11 @@ SMOKE_ENV = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLI
 CANNOT_RUN = 2
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def new_parser(doc: str) -> argparse.ArgumentParser:
+    """With the options that all have; `doc` is the script's docstring."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the report there, too")
     parser.add_argument("--quick", action="store_true", help="fewer rows and repetitions")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, on the CPU")
@@ -21,6 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row-seconds", type=float, default=180.0, help="longest row")
     parser.add_argument("--start-seconds", type=float, default=300.0, help="longest start")
     parser.add_argument("--worker", nargs=2, metavar=("SPEC", "ROWS"), help=argparse.SUPPRESS)
+    return parser
 
 
 def limits_of(args: argparse.Namespace) -> Limits:

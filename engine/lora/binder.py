@@ -24,6 +24,7 @@ class StepBinder:
         self._device = device.torch_device
         self._dtype = model.dtype
         self._bound: dict[Part, tuple[Key, Any]] = {}
+        self._used: tuple[tuple[Portion, ...], list[Any]] | None = None
         self.tables: Any = None
         if model.ops.lora_by_tables:
             from engine.lora.table_batch import TableBinder
@@ -36,10 +37,18 @@ class StepBinder:
         """
         key = (portions_of(rows), sum(num_tokens for _, num_tokens in rows))
         if part not in self._bound or self._bound[part][0] != key:
-            self._bound[part] = (key, self._bind(part, *key))
+            self._bound[part] = (key, self.make(part, *key))
         return self._bound[part][1]
 
-    def _bind(self, part: Part, portions: tuple[Portion, ...], num_tokens: int) -> Any:
+    def layer_uses(self, rows: Sequence[Row]) -> list[Any]:
+        """What a GraphBatch takes for the layers: the same list as long as the same rows come."""
+        portions = portions_of(rows)
+        if self._used is None or self._used[0] != portions:
+            self._used = (portions, self.tables.layer_uses(portions))
+        return self._used[1]
+
+    def make(self, part: Part, portions: tuple[Portion, ...], num_tokens: int) -> Any:
+        """A binding that is not kept."""
         if self.tables is None or part is Part.embedding:
             return bind_work(part, portions, self._device, self._dtype)
         return self.tables.bind(part, portions, num_tokens)

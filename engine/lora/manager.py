@@ -201,15 +201,14 @@ class LoRAManager:
 
     def bind_full(self, part: Part, num_tokens: int) -> Any:
         """What `bind` gives where the most adapters of the largest rank share `num_tokens`."""
-        return self._binder.bind(part, self._residency.full_rows(num_tokens))
+        portions = portions_of(self._residency.full_rows(num_tokens))
+        return self._binder.make(part, portions, num_tokens)
 
     def graph_uses(self, rows: Sequence[Sequence[LoRAUse]]) -> list[Any]:
         """What a GraphBatch takes for the adapters of rows of one token each."""
         if not any(rows):
             return []
-        portions = portions_of(self._placed([(uses, 1) for uses in rows]))
-        uses: list[Any] = self._binder.tables.layer_uses(portions)
-        return uses
+        return self._binder.layer_uses(self._placed([(uses, 1) for uses in rows]))
 
     def new_graph_batch(self, max_tokens: int) -> Any:
         """A GraphBatch for decode graphs of up to `max_tokens`; None without adapters or graphs."""
