@@ -8,19 +8,25 @@ import torch
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
+# Stands in the name of every expert's projection: "model.layers.0.mlp.experts.3.gate_proj".
+EXPERTS = ".experts."
 
 
 class Part(Enum):
-    """Parts of the model that see different rows of a step: all tokens' ids, all tokens' hidden
-    states, or only the hidden states whose logits are wanted.
+    """Parts of the model that adapters are bound to apart: the embedding sees all tokens' ids, the
+    layers (and their experts, which only some adapters change) all tokens' hidden states, the head
+    only those whose logits are wanted.
     """
 
     embedding = "embedding"
     layers = "layers"
+    experts = "experts"
     head = "head"
 
     @classmethod
     def of(cls, module: str) -> "Part":
+        if EXPERTS in module:
+            return cls.experts
         return {EMBEDDING: cls.embedding, HEAD: cls.head}.get(module, cls.layers)
 
 
@@ -67,10 +73,26 @@ class RowVectors:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """An adapter's extent in the pool of experts, the same in every layer: `rank` (the largest of
+    its experts' pairs) by `num_experts` (the most that it changes in one layer).
+
+    `a_members` is 1 if gate and up share their A everywhere. `shared` says of each section, as in
+    `engine.kernels.expert_bank`, whether all experts of each layer have the same matrix there.
+    """
+
+    rank: int
+    num_experts: int
+    a_members: int
+    shared: tuple[bool, bool, bool, bool]
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """An adapter's rows in the pool: `rank` of them (the largest of its pairs), then, where it has
-    them, one of biases and one of gains - 1, each a row of B. `parts` are those that rows change;
-    `saved` the modules with a matrix of their own.
+    """An adapter's rows in the pool: `rank` of them (the largest of its pairs, those of experts
+    apart; 0 if it has no other), then, where it has them, one of biases and one of gains - 1, each
+    a row of B. `parts` are those that rows change; `saved` the modules with a matrix of their own;
+    `experts` its extent in the pool of experts, None if it changes none.
     """
 
     rank: int
@@ -78,6 +100,7 @@ class AdapterLayout:
     gain_row: int | None
     parts: frozenset[Part]
     saved: tuple[str, ...]
+    experts: ExpertLayout | None = None
 
     @property
     def num_rows(self) -> int:
