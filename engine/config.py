@@ -127,7 +127,8 @@ class DeviceConfig:
 @dataclass(slots=True)
 class LoRAConfig:
     """Adapters. `adapters` maps names to directories ("demo:NAME" is one that ships with the
-    engine). `saved_modules`: whole embeddings or heads (modules_to_save) that may be resident.
+    engine). `saved_modules`: whole embeddings or heads (modules_to_save) that may be resident. An
+    expert row holds one rank of one expert in each layer.
     `resolve`: the server looks for adapters that it does not know in `server.adapter_roots`.
     """
 
@@ -135,6 +136,7 @@ class LoRAConfig:
     max_loras_per_batch: int = 8
     max_lora_rank: int = 64
     pool_rank_rows: int | None = None
+    pool_expert_rows: int | None = None
     saved_modules: int | None = None
     eviction: EvictionPolicy = EvictionPolicy.lru
     adapters: dict[str, str] = field(default_factory=dict)
@@ -150,6 +152,7 @@ class LoRAConfig:
             self.pool_rank_rows is None or self.pool_rank_rows >= self.max_lora_rank,
             f"null or a number >= lora.max_lora_rank ({self.max_lora_rank})",
         )
+        _at_least("lora.pool_expert_rows", self.pool_expert_rows, 0)
         _at_least("lora.saved_modules", self.saved_modules, 0)
         unknown = [name for name in self.pinned if name not in self.adapters]
         _check(
@@ -194,6 +197,12 @@ class GraphConfig:
             _within("graph.batch_sizes", size, 1, 1024)
         wanted = self.mode is GraphMode.off or bool(self.batch_sizes)
         _check("graph.batch_sizes", self.batch_sizes, wanted, "at least one with graph.mode=decode")
+
+    def captured_sizes(self, max_rows: int) -> tuple[int, ...]:
+        """The sizes to capture, ascending, none larger than the largest batch; none if off."""
+        if self.mode is GraphMode.off:
+            return ()
+        return tuple(sorted({min(size, max_rows) for size in self.batch_sizes}))
 
 
 @dataclass(slots=True)

@@ -189,5 +189,6 @@ def _order_components(container: Any, added: Mapping[str, Any]) -> None:
         leaves_receipt, _ = attribute_of(provider.provides, RECEIPT)
         is_in_time = plan not in graph.upstream(provider)
         if provider in graph.reservers and is_in_time and leaves_receipt:
-            receipts.add_args(provider.provided.receipt)
+            names = graph.receipt_names(provider, plan)
+            receipts.add_args(*(getattr(provider.provided, name) for name in names))
     engine.add_attributes(components=providers.Dict(**added))

@@ -289,11 +289,14 @@ def _reserver_faults(graph: Graph, node: AnyProvider, plan: AnyProvider) -> Iter
     elif node not in graph.upstream(plan):
         reason = _lazy_way(graph, plan, node) or f"nothing leads from {PLAN} to it"
         yield f"{name}: reserves memory, so {PLAN} must need it; {reason}"
-    elif node not in graph.receipts(plan):
-        yield (
-            f"{name}: reserves memory, but {PLAN} does not get its receipt; "
-            f"add {name}.provided.{RECEIPT} to {RECEIPTS}"
-        )
+    else:
+        given = graph.receipts(plan)
+        for receipt in graph.receipt_names(node, plan):
+            if (node, receipt) not in given:
+                yield (
+                    f"{name}: reserves memory, but {PLAN} does not get its {receipt}; "
+                    f"add {name}.provided.{receipt} to {RECEIPTS}"
+                )
 
 
 def _lazy_way(graph: Graph, start: AnyProvider, end: AnyProvider) -> str | None:

@@ -71,7 +71,7 @@ def _label(graph: Graph, node: AnyProvider) -> str:
 
 
 def _arrows(graph: Graph, node: AnyProvider, shown: list[AnyProvider]) -> list[str]:
-    receipts = graph.receipts(node)
+    receipts = {owner for owner, _ in graph.receipts(node)}
     direct: dict[AnyProvider, str] = {}
     for argument in arguments(node):
         for value in elements(argument.value):

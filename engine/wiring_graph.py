@@ -8,11 +8,11 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from dependency_injector import providers
 
-from engine.wiring_types import Call, attribute_of, classes_of
+from engine.wiring_types import Call, attribute_of, attributes_of, classes_of
 
 # The only names that have a meaning to the rules; everything else is read off the graph.
 LEDGER, PLAN, POOL, ENGINE = "ledger", "memory_plan", "kv_pool", "engine"
@@ -254,14 +254,29 @@ class Graph:
         plan = self.named.get(PLAN)
         return [node for node in self.nodes if node is not plan and self.ledgers_of(node)]
 
-    def receipts(self, provider: AnyProvider) -> set[AnyProvider]:
-        """The providers whose `.receipt` is passed to `provider`."""
-        return {
-            base_of(value)
-            for argument in arguments(provider)
+    def receipts(self, plan: AnyProvider) -> set[tuple[AnyProvider, str]]:
+        """The providers whose receipts are passed to `plan`, each with the attribute's name."""
+        passed = {
+            (base_of(value), str(value.name))
+            for argument in arguments(plan)
             for value in elements(argument.value)
-            if isinstance(value, providers.AttributeGetter) and value.name == RECEIPT
+            if isinstance(value, providers.AttributeGetter)
         }
+        return {(base, name) for base, name in passed if name in self.receipt_names(base, plan)}
+
+    def receipt_names(self, node: AnyProvider, plan: AnyProvider) -> list[str]:
+        """Attributes of what `node` makes that hold receipts: `receipt`, and all others that are
+        annotated as what `plan` takes a list of.
+        """
+        call = self.call(plan)
+        item = get_args(call.hints.get(RECEIPTS, Any))[:1] if call is not None else ()
+        found = [
+            name
+            for owner in classes_of(self.made(node)) or ()
+            for name in attributes_of(owner)
+            if attribute_of(owner, name)[1] in item
+        ]
+        return list(dict.fromkeys([RECEIPT, *found]))
 
     # ------------------------------------------------------------------ types
 

@@ -39,6 +39,10 @@ class ExpertUses:
     slots: torch.Tensor
     weights: torch.Tensor
 
+    def first(self, num_tokens: int) -> "ExpertUses":
+        """Those of the first tokens, as views."""
+        return ExpertUses(self.slots[:, :num_tokens], self.weights[:, :num_tokens])
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertPair:
